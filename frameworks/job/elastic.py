@@ -20,7 +20,7 @@ from ringlet.fusion import Request
 from ringlet.fusion.errors import EngineClosed
 from ringlet.job import json_exchange, objects, session, topology
 from ringlet.job.process_sets import InvalidArgument, global_process_set
-from ringlet.job.residual_copies import Copies, Holder
+from ringlet.job.residual_copies import Copies, Holder, refuse_sets
 from ringlet.ring.collectives.checksum import checksum
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import PeerLost, RingError
@@ -265,7 +265,7 @@ def run(
     it is at each commit. It travels beside the steps that follow, with the size of the gradients in
     float32. Where a rank is lost, or leaves, the other adds its own of the copy: what all ranks
     owe to the mean of gradients is then what it was. Raises TypeError for a state that knows no
-    compressors.
+    compressors, and InvalidArgument where an optimizer reduces over a process set.
 
     In a job whose ranks stay, an error of their communication is raised, with the state as it was
     committed last, so that a caller can store it.
@@ -287,7 +287,7 @@ def run(
             _fingerprint(state.content())  # what cannot be compared is to be found out now
         copies = None
         if redundancy:
-            state.holders()  # or there is none, in whatever job
+            refuse_sets(state.holders())  # or there is none, in whatever job
             copies = state._copies = Copies(state.holders) if elastic else None
         own: str | None = None  # what this rank goes on with, where it could
         while True:

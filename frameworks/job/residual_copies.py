@@ -21,7 +21,7 @@ import numpy as np
 from ringlet.fusion import Request
 from ringlet.fusion.requests.handle import Handle
 from ringlet.job import json_exchange
-from ringlet.job.process_sets import global_process_set
+from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.collectives.checksum import checksum
 from ringlet.ring.dtypes import Array
@@ -59,6 +59,10 @@ class Holder(Protocol):
     @property
     def step(self) -> int:
         """How many steps there were."""
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce together."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Copies:
     @property
     def _holders(self) -> Sequence[Holder]:
         """What there is by now: optimizers may have been wrapped again."""
-        found = self._find()
+        found = refuse_sets(self._find())
         for holder in found:
             holder.memory.owes = True
         return found
@@ -190,6 +194,21 @@ class Copies:
         for holder, held in zip(holders, copy.held, strict=False):
             holder.memory.take_over(held, copy.size)
         self._taken[copy.member] = copy.rank, copy.norm, now - copy.step
+
+
+def refuse_sets(holders: Sequence[Holder]) -> Sequence[Holder]:
+    """Return ``holders``; InvalidArgument for one that some of the job's ranks have no part in.
+
+    Such a rank could keep a copy, and would never pay it.
+    """
+    for holder in holders:
+        if holder.process_set.process_set_id != global_process_set.process_set_id:
+            raise InvalidArgument(
+                "redundancy=1 keeps a copy at any rank of the job, and an optimizer reduces over "
+                f"{holder.process_set}: use elastic.run without redundancy=1, or reduce over all "
+                "ranks"
+            )
+    return holders
 
 
 def shift(hosts: Sequence[str]) -> int:

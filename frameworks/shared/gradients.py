@@ -266,6 +266,11 @@ class GradientReducer:
         with self._lock:
             return Snapshot(copy.deepcopy(self.memory.states), self.step, self.memory.among)
 
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce together."""
+        return self.settings.process_set
+
     def go_back(self, to: Snapshot | None) -> None:
         """Go on with what was ``remembered``; with nothing where there was no reducer then."""
         with self._lock:

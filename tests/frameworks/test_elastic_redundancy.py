@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,6 +16,7 @@ from ringlet.compressors import parse
 from ringlet.compressors.states import owed as owed_by
 from ringlet.compressors.states import resize, take_over
 from ringlet.job import elastic
+from ringlet.job.process_sets import InvalidArgument, ProcessSet
 from ringlet.job.residual_copies import Copy, packed, shift, takers, unpacked
 from ringlet.ring.collectives.checksum import checksum
 
@@ -179,6 +181,15 @@ def test_a_state_without_compressors_says_so():
         elastic.run(redundancy=1)(lambda state: None)(state)
     with pytest.raises(ValueError, match="redundancy must be 0 or 1 copies, not 2"):
         elastic.run(redundancy=2)
+
+
+def test_an_optimizer_of_some_ranks_is_refused():
+    class Some(elastic.ObjectState):
+        def holders(self):
+            return [SimpleNamespace(process_set=ProcessSet([0, 1]))]
+
+    with pytest.raises(InvalidArgument, match=r"reduces over ProcessSet\(.*ranks=\[0, 1\]"):
+        elastic.run(redundancy=1)(lambda state: None)(Some())
 
 
 # -- rules ------------------------------------------------------------------------------------

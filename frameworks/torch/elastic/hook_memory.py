@@ -15,6 +15,7 @@ import torch
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.compressors.states import carry_over
+from ringlet.job.process_sets import global_process_set
 from ringlet.job.session import current
 from ringlet.shared.memory import Memory
 
@@ -28,6 +29,7 @@ class HookMemory:
     def __init__(self) -> None:
         self._compressors: dict[str, Compressor] = {}
         self.memory = Memory(self._compressors.get, averages=True)
+        self.process_set = global_process_set
         self._identity = ""  # of the ranks that there were last
         self._pass = NO_BACKWARD  # torch's number of the last backward pass that has begun
         _all.add(self)

@@ -16,6 +16,7 @@ from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.job import json_exchange
+from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
@@ -173,6 +174,11 @@ class Reducer:
         """Go on with what all ranks of an earlier job saved."""
         self._restored(self.memory.load_shards(shards))
         self._owing = self._included and self._size() == 1
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce together."""
+        return self._process_set
 
     @property
     def included(self) -> bool:
