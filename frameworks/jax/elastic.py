@@ -19,7 +19,6 @@ from ringlet.jax.gradient_transformation import (
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.job.objects import broadcast_object
-from ringlet.job.topology import size
 from ringlet.ring.rendezvous.epochs import is_elastic
 
 __all__ = ["HostsUpdatedInterrupt", "JaxState", "ObjectState", "State", "run"]
@@ -40,7 +39,6 @@ class JaxState(ObjectState):
 
     def __init__(self, params: Any, optimizer: optax.GradientTransformation, **kwargs: Any) -> None:
         self.optimizer = optimizer
-        self._among = 0  # ranks at the last ``sync``
         super().__init__(params=params, opt_state=None, **kwargs)
 
     def save(self) -> None:
@@ -89,7 +87,7 @@ class JaxState(ObjectState):
         Raises Mismatch, the same on every rank, where trees differ.
         """
         if self.opt_state is None or is_elastic():
-            with carrying_over(_reductions(self.opt_state), self._among):
+            with carrying_over(_reductions(self.opt_state)):
                 made = self.optimizer.init(self.params)
             before = made if self.opt_state is None else self.opt_state
             self.opt_state = _merged(before, _shared(before), _reductions(made))
@@ -100,7 +98,6 @@ class JaxState(ObjectState):
         common = broadcast_pytree({name: _shared(tree) for name, tree in trees.items()})
         for name, tree in trees.items():
             setattr(self, name, _merged(tree, common[name], numbered))
-        self._among = size()
         super().sync()
 
     def _trees(self) -> list[str]:

@@ -119,30 +119,33 @@ def reduce_gradients(
 class _CarriedOver:
     """States of reductions among other ranks, from which new ones take what goes on."""
 
-    def __init__(self, states: Sequence[ReduceGradientsState], among: int) -> None:
-        self._states, self._among = list(states), among
+    def __init__(self, states: Sequence[ReduceGradientsState]) -> None:
+        self._states = list(states)
 
     def over_to(
         self, held: dict[str, dict[str, Array]], slots: Sequence[Slot], settings: Settings
-    ) -> tuple[int, set[tuple[str, str]]]:
-        """Fill ``held`` from the first state of such gradients that is left.
+    ) -> tuple[int, set[tuple[str, str]], list[int] | None]:
+        """Fill ``held`` from the state of such gradients that is left.
 
         A residual gets room where it has none: of shards that are no more, in however few bits new
-        ones are kept, and on a rank that is left alone and gives it back. Returns that state's
-        step, and the paths and keys that are filled.
+        ones are kept, on a rank that is left alone and gives it back, and on one that is not in the
+        process set now. Returns that state's step, the paths and keys that are filled, and whose
+        they are.
         """
-        paths = {slot.name for slot in slots}
-        places = [i for i, state in enumerate(self._states) if state.held.keys() <= paths]
         filled: set[tuple[str, str]] = set()
-        if not places:
-            return 0, filled
-        old, among = self._states.pop(places[0]), settings.process_set.size()
+        place = self._place(slots, settings)
+        if place is None:
+            return 0, filled, None
+        old = self._states.pop(place)
+        owner = np.asarray(old.owner).tolist()
+        before = max(owner[1], 1)
+        ranks = settings.process_set
+        among = ranks.size() if ranks.included() else before
         for path, arrays in _of_paths(old.held, np.asarray(old.present)).items():
             compressor = settings.router(path)
             units = compressor.traits().gradient_units
             state = jax.tree.map(np.array, nested(arrays))
-            how = self._among, among, settings.averages, False, settings.predivide
-            resize(state, compressor, *how)
+            resize(state, compressor, before, among, settings.averages, False, settings.predivide)
             for key, given in flattened(state).items():
                 room = held.get(path, {}).get(key)
                 if room is None and key == _RESIDUAL and key in units:
@@ -150,7 +153,22 @@ class _CarriedOver:
                 if room is not None and (room.shape, room.dtype) == (given.shape, given.dtype):
                     room[...] = given
                     filled.add((path, key))
-        return int(old.step), filled
+        return int(old.step), filled, owner
+
+    def _place(self, slots: Sequence[Slot], settings: Settings) -> int | None:
+        """Return the place of the state that goes on for these gradients; None if there is none.
+
+        Of several it is that of which most goes on, and of those the first. A state in which
+        nothing is held fits everywhere; trees list states in another order than ``init`` is called.
+        """
+        paths = {slot.name for slot in slots}
+        fitting = [i for i, state in enumerate(self._states) if state.held.keys() <= paths]
+
+        def goes_on(place: int) -> int:
+            held = self._states[place].held
+            return sum(bool(settings.router(path).traits().gradient_units) for path in held)
+
+        return max(fitting, key=goes_on, default=None)
 
 
 class _Reductions:
@@ -174,13 +192,13 @@ class _Reductions:
             path: {key: np.zeros(shape, numpy_dtype(dtype)) for key, (dtype, shape) in each.items()}
             for path, each in layouts.items()
         }
-        step, carried, filled = 0, _carried.get(), set[tuple[str, str]]()
-        if carried is not None and self._settings.process_set.included():
-            step, filled = carried.over_to(held, slots, self._settings)
+        step, carried, filled, whose = 0, _carried.get(), set[tuple[str, str]](), None
+        if carried is not None:
+            step, filled, whose = carried.over_to(held, slots, self._settings)
         keys = [(path, key) for path in sorted(held) for key in sorted(held[path])]
         present = [each in filled for each in keys] or [False]  # orbax saves no empty arrays
         arrays = jax.tree.map(jnp.array, held)
-        owner = jnp.array(self._own([0, 1]), jnp.int32)
+        owner = jnp.array(self._own(whose or [0, 1]), jnp.int32)
         return ReduceGradientsState(jnp.int32(step), jnp.array(present, jnp.uint8), arrays, owner)
 
     def update(
@@ -482,9 +500,9 @@ def _of_paths(held: Mapping[str, Mapping[str, Any]], present: Array) -> dict[str
 
 
 @contextmanager
-def carrying_over(states: Sequence[ReduceGradientsState], among: int) -> Iterator[None]:
-    """Let ``init`` go on, inside, from ``states`` of the same gradients among ``among`` ranks."""
-    token = _carried.set(_CarriedOver(states, among) if states else None)
+def carrying_over(states: Sequence[ReduceGradientsState]) -> Iterator[None]:
+    """Let ``init`` go on, inside, from ``states`` of the same gradients among other ranks."""
+    token = _carried.set(_CarriedOver(states) if states else None)
     try:
         yield
     finally:

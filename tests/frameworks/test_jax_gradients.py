@@ -20,6 +20,7 @@ import ringlet.jax as hvd
 from ringlet.compressors import Compressor, Payload, Traits, resolve
 from ringlet.compressors.modifiers.residuals import wide
 from ringlet.compressors.testing.tools.simulate import simulate
+from ringlet.jax import elastic
 from ringlet.jax.gradient_transformation import carrying_over
 from ringlet.jax.held_state import flattened, merge_layouts, nested, store
 from ringlet.jax.tree_paths import paths_and_leaves
@@ -465,7 +466,7 @@ def case_a_rank_that_is_left_gives_back_what_it_held():
         among = hvd.reduce_gradients(spec)
         _, before = trained(jax.jit(among.update), among.init(params), range(2))
         left = hvd.reduce_gradients(spec, process_set=alone)
-        with carrying_over([before], hvd.size()):
+        with carrying_over([before]):
             state = left.init(params)
         assert int(state.step) == 2
         held = {path: np.array(arrays["residual"]) for path, arrays in state.held.items()}
@@ -482,7 +483,7 @@ def case_a_rank_that_is_left_gives_back_what_it_held():
                 assert np.allclose(got, own + owed, rtol=1e-6), path
             assert hvd.residual_norm(after) == 0
             assert bits(update(given, after)[0]) == bits(given)
-        with carrying_over([state], 1):
+        with carrying_over([state]):
             again = among.init(params)
         assert int(again.step) == 2
         for path in held:
@@ -491,6 +492,64 @@ def case_a_rank_that_is_left_gives_back_what_it_held():
         assert trained(among.update, again, [2])[0] == trained(jax.jit(among.update), again, [2])[0]
     for each in sets:
         hvd.remove_process_set(each)
+
+
+def case_a_process_set_of_other_ranks():
+    """A state is of as many ranks as the set had; who leaves it keeps what it held back."""
+    rank, params = hvd.rank(), {"w": jnp.zeros(5000)}
+    given = {"w": jnp.asarray(np.random.default_rng(rank).normal(size=5000), jnp.float32)}
+    for spec in ("fp16 | ef", "topk(ratio=0.1) | ef"):
+        pair = hvd.add_process_set([0, 1])
+        among = hvd.reduce_gradients(spec, process_set=pair)
+        _, first = among.update(given, among.init(params))
+        with carrying_over([first]):
+            state = among.init(params)
+        hvd.remove_process_set(pair)
+        other = hvd.add_process_set([0, 2])
+        with carrying_over([state]):
+            between = hvd.reduce_gradients(spec, process_set=other).init(params)
+        hvd.remove_process_set(other)
+        pair = hvd.add_process_set([0, 1])
+        among = hvd.reduce_gradients(spec, process_set=pair)
+        with carrying_over([between]):
+            again = among.init(params)
+        if rank < 2:
+            assert np.abs(first.held["w"]["residual"]).max() > 0
+            for one in (state, between, again):
+                assert np.array_equal(one.held["w"]["residual"], first.held["w"]["residual"])
+                assert one.present.tolist() == [1]
+                assert int(one.step) == 1
+        elif between.held:
+            assert not between.held["w"]["residual"].any()
+        among.update(given, again)
+        hvd.remove_process_set(pair)
+
+
+def case_an_elastic_job_begins_from_a_checkpoint():
+    """What its ranks held back goes on, whichever order a tree has its transformations in."""
+    made = hvd.reduce_gradients("topk(ratio=0.1) | ef"), hvd.reduce_gradients("none")
+    labels = {"w": "second", "b": "first"}
+    optimizer = optax.multi_transform({"second": made[0], "first": made[1]}, labels)
+    params = {"w": jnp.zeros(3000), "b": jnp.zeros(2000)}
+    given = {"w": jnp.asarray(np.random.default_rng(hvd.rank()).normal(size=3000), jnp.float32)}
+    given["b"] = jnp.ones(2000)
+    _, saved = optimizer.update(given, optimizer.init(params))
+    state = hvd.elastic.JaxState(params, optimizer)
+    state.opt_state = saved
+    found, elastic.is_elastic = elastic.is_elastic, lambda: True
+    try:
+        state.sync()
+    finally:
+        elastic.is_elastic = found
+    assert state.held_back() > 0
+    assert state.held_back() == float(hvd.residual_norm(saved))
+    steps = [int(s.step) for s in jax.tree.leaves(state.opt_state, is_leaf=_is_ours) if _is_ours(s)]
+    assert steps == [1, 1]
+    optimizer.update(given, state.opt_state)
+
+
+def _is_ours(value):
+    return isinstance(value, hvd.ReduceGradientsState)
 
 
 def case_the_state_of_another_rank():
@@ -652,6 +711,8 @@ SIZES = {
     case_errors: (2, 3),
     case_trees_that_all_ranks_know_out_of_turn: (3,),
     case_a_rank_that_is_left_gives_back_what_it_held: (2, 3),
+    case_a_process_set_of_other_ranks: (3,),
+    case_an_elastic_job_begins_from_a_checkpoint: (2,),
     case_the_state_of_another_rank: (2, 3),
     case_init_on_some_ranks_only: (2, 3),
     case_outside_of_the_process_set: (2, 3),
