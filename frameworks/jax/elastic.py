@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,22 +18,29 @@ from ringlet.jax.gradient_transformation import (
     carrying_over,
     residual_norm,
 )
+from ringlet.jax.ops.any_dtype import carried, is_key
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
+from ringlet.job.json_exchange import alike
 from ringlet.job.objects import broadcast_object
+from ringlet.job.process_sets import global_process_set
 from ringlet.ring.rendezvous.epochs import is_elastic
+from ringlet.shared.arrays import DTYPES
 
 __all__ = ["HostsUpdatedInterrupt", "JaxState", "ObjectState", "State", "run"]
+
+_JAXS = ("params", "opt_state")  # trees whatever dtype they begin with
 
 
 class JaxState(ObjectState):
     """Parameters, an optimizer's state and, as ``kwargs``, anything else, all as attributes.
 
     ``params`` is a pytree, and ``opt_state`` is ``optimizer.init(params)``, made by the first
-    ``sync``: newcomers do so together with those that were there. Pytrees of arrays among
-    ``kwargs`` travel as arrays, other objects pickled. What ``reduce_gradients`` remembers is each
-    rank's own: it is saved, restored, and carried over by the gradients' paths to another number of
-    ranks, but not synchronised.
+    ``sync``: newcomers do so together with those that were there. Pytrees of arrays, or of keys of
+    ``jax.random``, among ``kwargs`` travel as arrays, other objects pickled; these are also NumPy's
+    arrays of dtypes that JAX does not keep, such as int64. What ``reduce_gradients`` remembers is
+    each rank's own: it is saved, restored, and carried over by the gradients' paths to another
+    number of ranks, but not synchronised.
     """
 
     params: Any
@@ -43,7 +52,8 @@ class JaxState(ObjectState):
 
     def save(self) -> None:
         """Keep copies of all trees, this rank's residuals among them, and of all objects."""
-        self._kept = {name: _mapped(np.array, getattr(self, name)) for name in self._trees()}
+        trees = {name: getattr(self, name) for name in self._trees()}
+        self._kept = {name: jax.tree.map(_made_again, tree) for name, tree in trees.items()}
         super().save()
         for name in self._kept:
             del self._saved[name]
@@ -51,7 +61,7 @@ class JaxState(ObjectState):
     def restore(self) -> None:
         """Go back to what was saved last."""
         for name, tree in self._kept.items():
-            setattr(self, name, _mapped(jnp.array, tree))
+            setattr(self, name, jax.tree.map(lambda make: make(), tree))
         super().restore()
 
     def reset(self) -> None:
@@ -78,7 +88,9 @@ class JaxState(ObjectState):
         }
         for name in self._trees():
             paths, leaves = paths_and_leaves(_shared(getattr(self, name)))
-            found[name] = dict(zip(paths, map(np.asarray, leaves), strict=True))
+            moving = [carried(leaf, f"leaf {p!r}") for p, leaf in zip(paths, leaves, strict=True)]
+            arrays = [np.asarray(each.array) for each in moving]
+            found[name] = dict(zip(paths, arrays, strict=True))
         return {"": [int(state.step) for state in _reductions(self.opt_state)], **found}
 
     def sync(self) -> None:
@@ -94,28 +106,95 @@ class JaxState(ObjectState):
         own = _reductions(self.opt_state)
         steps = broadcast_object([int(state.step) for state in own])
         numbered = [s._replace(step=jnp.int32(n)) for s, n in zip(own, steps, strict=True)]
-        trees = {name: getattr(self, name) for name in self._trees()}
+        trees = {name: getattr(self, name) for name in self._agreed_trees()}
         common = broadcast_pytree({name: _shared(tree) for name, tree in trees.items()})
         for name, tree in trees.items():
             setattr(self, name, _merged(tree, common[name], numbered))
         super().sync()
 
+    def _agreed_trees(self) -> list[str]:
+        """Return the names of rank 0's trees, and let those of ``kwargs`` be like them. Collective.
+
+        A rank that comes has what they were when the program began, such as None.
+        """
+        own = self._trees()
+        outlines = {
+            name: jax.tree.map(_outline, getattr(self, name)) for name in own if name not in _JAXS
+        }
+        told = {name: _described(tree) for name, tree in outlines.items()}
+        digest = hashlib.blake2b(repr(sorted(told.items())).encode(), digest_size=16).digest()
+        if alike(digest, "jax.elastic.trees", global_process_set):
+            return own
+        outlines = broadcast_object(outlines)
+        for name, tree in outlines.items():
+            if told.get(name) != _described(tree):
+                setattr(self, name, jax.tree.map(_empty, tree))
+        return [name for name in self._names if name in _JAXS or name in outlines]
+
     def _trees(self) -> list[str]:
-        return [name for name in self._names if _is_tree(getattr(self, name))]
+        return [name for name in self._names if _is_tree(getattr(self, name), name in _JAXS)]
 
     def _plain(self) -> list[str]:
-        return [name for name in self._names if not _is_tree(getattr(self, name))]
+        trees = self._trees()
+        return [name for name in self._names if name not in trees]
 
 
-def _is_tree(value: Any) -> bool:
-    leaves = jax.tree.leaves(value)
-    return any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
-def _mapped(function: Any, tree: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf: function(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf, tree
-    )
+def _is_tree(value: Any, jaxs: bool) -> bool:
+    """Whether ``value`` holds arrays, and JAX keeps them as they are if they are not ``jaxs``."""
+    arrays = list(filter(_is_array, jax.tree.leaves(value)))
+    if jaxs or any(isinstance(array, jax.Array) for array in arrays):
+        return bool(arrays)
+    return bool(arrays) and all(array.dtype.name in DTYPES and _keeps(array) for array in arrays)
+
+
+def _keeps(array: np.ndarray[Any, Any]) -> bool:
+    return bool(jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype)
+
+
+def _made_again(leaf: Any) -> Callable[[], Any]:
+    """Return what makes an array as it is now once more; other leaves stay what they are."""
+    if is_key(leaf):
+        impl, data = jax.random.key_impl(leaf), np.array(jax.random.key_data(leaf))
+        return lambda: jax.random.wrap_key_data(jnp.array(data), impl=impl)
+    if not _is_array(leaf):
+        return lambda: leaf
+    copy = np.array(leaf)
+    return lambda: jnp.array(copy)
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """The shape and dtype of an array, or of keys, whose way to make random numbers is named."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    keys: Any = None
+
+    def empty(self) -> Any:
+        if self.keys is None:
+            return jnp.zeros(self.shape, self.dtype)
+        return jax.random.split(jax.random.key(0, impl=self.keys), self.shape)
+
+
+def _outline(leaf: Any) -> Any:
+    if not _is_array(leaf):
+        return leaf
+    keys = jax.random.key_impl(leaf) if is_key(leaf) else None
+    return _Outline(tuple(leaf.shape), leaf.dtype.name, keys)
+
+
+def _empty(leaf: Any) -> Any:
+    return leaf.empty() if isinstance(leaf, _Outline) else leaf
+
+
+def _described(outline: Any) -> str:
+    paths, leaves = paths_and_leaves(outline)
+    kinds = [str(leaf) if isinstance(leaf, _Outline) else "" for leaf in leaves]
+    return repr(list(zip(paths, kinds, strict=True)))
 
 
 def _is_own(value: Any) -> bool:

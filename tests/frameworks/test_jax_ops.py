@@ -227,6 +227,46 @@ def case_trees():
             hvd.broadcast_pytree({"a": jnp.ones(3 + rank)})
     with pytest.raises(TypeError, match="leaf 'c' is of dtype complex64"):
         hvd.broadcast_pytree({"c": jnp.ones(2, jnp.complex64)})
+    with pytest.raises(TypeError, match=r"leaf 's': .* not a valid JAX array type"):
+        hvd.broadcast_pytree({"s": "text"})
+
+
+def case_trees_of_what_no_collective_combines():
+    """Keys of random numbers, as optax.add_noise has them, and numbers of all widths."""
+    rank = hvd.rank()
+    tree = {
+        "key": jax.random.key(rank),
+        "keys": jax.random.split(jax.random.key(rank, impl="rbg"), (2, 3)),
+        "old": jax.random.PRNGKey(rank),
+        "narrow": jnp.full((3, 2), rank, jnp.int4),
+        "eight": jnp.full(5, rank, jnp.float8_e4m3fn),
+        "none": jnp.zeros((0, 2), jnp.uint32),
+    }
+    same = hvd.broadcast_pytree(tree, root_rank=hvd.size() - 1)
+    assert hvd.replicas_equal(same)
+    assert hvd.size() == 1 or not hvd.replicas_equal(tree["key"])
+    for name, leaf in tree.items():
+        assert (same[name].dtype, same[name].shape) == (leaf.dtype, leaf.shape)
+    assert jax.random.key_data(same["key"]).tolist() == [0, hvd.size() - 1]
+    assert same["old"].tolist() == [0, hvd.size() - 1]
+    assert same["narrow"].astype("int32").tolist() == [[hvd.size() - 1] * 2] * 3
+    assert float(same["eight"][4]) == hvd.size() - 1
+    if hvd.size() > 1:
+        with pytest.raises(hvd.HorovodInternalError, match=r"'k' differs between ranks"):
+            hvd.broadcast_pytree({"k": jax.random.key(0, impl="rbg" if rank else None)})
+
+
+def case_numbers_that_jax_would_wrap():
+    """NumPy's of 64 bits are refused where they do not fit, as Python's are."""
+    large = np.array([1, 2**40 + 1])
+    for call in (*both(lambda: hvd.allreduce(large)), lambda: hvd.allgather(large)):
+        with pytest.raises(OverflowError, match="array holds 1099511627777, which int32 cannot"):
+            call()
+    with pytest.raises(OverflowError, match="leaf 'leaf' holds 1099511627777"):
+        hvd.broadcast_pytree(large)
+    with pytest.raises(OverflowError, match="leaf 'n': Python int 1099511627776 too large"):
+        hvd.broadcast_pytree({"n": 2**40})
+    assert hvd.allgather(np.array([2**31 - 1]))[0] == 2**31 - 1
 
 
 def case_errors():
@@ -307,6 +347,8 @@ SIZES = {
     case_second_derivatives: (2,),
     case_what_has_no_derivative: (2,),
     case_copies: (2,),
+    case_trees_of_what_no_collective_combines: (2,),
+    case_numbers_that_jax_would_wrap: (2,),
     case_process_sets: (3,),
 }
 

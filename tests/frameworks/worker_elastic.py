@@ -189,7 +189,8 @@ elif framework == "jax":
     spec = plan.get("spec", "int8 | ef")
     optimizer = optax.chain(hvd.reduce_gradients(spec), optax.adam(0.01))
     params = {"first": jnp.full((100, 60), 0.1), "second": jnp.full((60, 5), -0.1)}
-    state = hvd.elastic.JaxState(params, optimizer, batch=0, own=None)
+    more = {"key": jax.random.key(started), "seen": np.array([started << 40]), "best": None}
+    state = hvd.elastic.JaxState(params, optimizer, batch=0, own=None, **more)
 
     def loss(params, x):
         return ((x @ params["first"] @ params["second"]) ** 2).mean()
@@ -212,12 +213,16 @@ elif framework == "jax":
             state.params, state.opt_state = step(state.params, state.opt_state, x)
             state.batch += 1
             if state.batch % 10 == 0:
+                state.best, state.seen = jax.tree.map(jnp.copy, state.params), state.seen + 1
+                state.key = jax.random.split(state.key)[0]
                 state.commit()
                 tell(committed=state.batch, residual=state.held_back())
 
     train(state)
     assert int(state.opt_state[0].step) == state.batch
-    equal = hvd.replicas_equal([state.params, state.opt_state[1]])
+    commits = [int(state.seen[0])] * hvd.size()
+    assert hvd.allgather_object(int(state.seen[0])) == commits
+    equal = hvd.replicas_equal([state.params, state.opt_state[1], state.best, state.key])
 else:
     import keras
 

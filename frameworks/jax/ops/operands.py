@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ringlet.job.session import current
 from ringlet.shared.arrays import DTYPES
@@ -13,9 +14,36 @@ from ringlet.shared.arrays import DTYPES
 
 def operand(value: Any, what: str = "array") -> Any:
     """Return an array, a number or what JAX makes an array of; TypeError if it cannot travel."""
-    array = jnp.asarray(value)
+    array = array_of(value, what)
     dtype_of(array, what)
     return array
+
+
+def array_of(value: Any, what: str = "array") -> Any:
+    """Return what JAX makes of ``value``, in 32 bits where it has no more.
+
+    Raises TypeError where that is nothing, OverflowError for whole numbers that need 64 bits: of
+    NumPy's JAX would keep the lower 32.
+    """
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, OverflowError) as error:
+        raise type(error)(f"{what}: {error}") from None
+    if isinstance(value, np.ndarray | np.generic) and array.dtype != value.dtype:
+        _refuse_wrapping(value, array.dtype, what)
+    return array
+
+
+def _refuse_wrapping(value: Any, dtype: Any, what: str) -> None:
+    if value.dtype.kind not in "iu" or not value.size:
+        return
+    ends, least, most = np.iinfo(dtype), int(value.min()), int(value.max())
+    if least < ends.min or most > ends.max:
+        odd = most if most > ends.max else least
+        raise OverflowError(
+            f"{what} holds {odd}, which {dtype.name} cannot: JAX has 64 bits only with "
+            'jax.config.update("jax_enable_x64", True)'
+        )
 
 
 def dtype_of(array: Any, what: str = "array") -> str:
