@@ -293,6 +293,22 @@ def case_errors():
         jax.block_until_ready(jax.jit(_failing)(1.0))
 
 
+def case_a_program_whose_input_is_still_computed():
+    """JAX would run it behind its caller: after eager calls, and with errors that nobody knows."""
+    size, rank = hvd.size(), hvd.rank()
+    turns = jax.jit(lambda a: jax.lax.fori_loop(0, 300, lambda _, a: jnp.tanh(a @ a), a))
+    late = lambda: turns(jnp.full((400, 400), 1e-3))[0, 0] * (rank == 1)  # noqa: E731
+    total = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    assert total(jnp.ones(3) + late()).tolist() == [size] * 3
+    first, second = total(jnp.ones(3) + late()), hvd.allreduce(jnp.full(3, 10.0), op=hvd.Sum)
+    assert (first.tolist(), second.tolist()) == ([size] * 3, [10 * size] * 3)
+    odd = jax.jit(lambda x: hvd.allreduce(x, name="late"))
+    with pytest.raises(hvd.HorovodInternalError, match="shapes differ"):
+        odd(jnp.ones(3 + rank) + late())
+    assert total(jnp.ones(3)).tolist() == [size] * 3
+    jax.effects_barrier()
+
+
 def _failing(x):
     def callback(_):
         raise ValueError("mine")
@@ -347,6 +363,7 @@ SIZES = {
     case_second_derivatives: (2,),
     case_what_has_no_derivative: (2,),
     case_copies: (2,),
+    case_a_program_whose_input_is_still_computed: (2,),
     case_trees_of_what_no_collective_combines: (2,),
     case_numbers_that_jax_would_wrap: (2,),
     case_process_sets: (3,),

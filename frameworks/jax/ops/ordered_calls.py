@@ -115,7 +115,6 @@ def _primitive() -> Any:
         from jax.experimental import buffer_callback
     except ImportError:
         return None
-    watch_programs()
 
     class RankOrder(effects.Effect):
         """One call after the other."""
@@ -124,6 +123,7 @@ def _primitive() -> Any:
             return "RankOrder"
 
     order = RankOrder()
+    watch_programs(order)
     for kinds in (
         effects.lowerable_effects,
         effects.control_flow_allowed_effects,

@@ -3,6 +3,10 @@
 JAX carries a text out of a callback, not an exception: whatever it raises comes out as a
 ``JaxRuntimeError``. So callbacks put down what they raised, and the method by which JAX runs
 programs that call back is wrapped: it looks there for what failed. Errors of others pass unchanged.
+
+JAX lets a program run behind its caller where what it is given is still being computed. It would
+fail where a result is read, outside of this; and so would each program after it, which is given its
+token. So whoever calls a program with collectives waits until it has run.
 """
 
 from __future__ import annotations
@@ -57,8 +61,12 @@ def _own(message: str) -> Exception | None:
 
 
 @functools.cache
-def watch_programs() -> None:
-    """Have errors of callbacks come out of compiled programs as what they are, from now on."""
+def watch_programs(order: Any) -> None:
+    """Have errors of callbacks come out of compiled programs as what they are, from now on.
+
+    ``order`` is the effect that programs have which are waited for.
+    """
+    from jax._src.dispatch import runtime_tokens
     from jax._src.interpreters.pxla import ExecuteReplicated
 
     inner: Callable[..., Any] = ExecuteReplicated.__call__
@@ -66,6 +74,13 @@ def watch_programs() -> None:
     @functools.wraps(inner)
     def call(self: Any, *args: Any) -> Any:
         with told():
-            return inner(self, *args)
+            results = inner(self, *args)
+            if order in self.ordered_effects:
+                try:
+                    runtime_tokens.current_tokens[order].block_until_ready()
+                except jax.errors.JaxRuntimeError:
+                    runtime_tokens.clear()  # or the next program, and the exit, would fail of it
+                    raise
+            return results
 
     ExecuteReplicated.__call__ = call
