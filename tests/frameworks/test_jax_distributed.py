@@ -49,6 +49,10 @@ def main(port, process):
         expected = simulate(parse("int8 | ef"), given, states, step, "w")[0]
         assert np.array_equal(reduced["w"], expected)
     print("gradients", flush=True)
+    local = jax.make_mesh((DEVICES,), ("own",), devices=jax.local_devices())
+    everywhere = jax.device_put(jnp.ones(3), NamedSharding(local, PartitionSpec()))
+    with pytest.raises(ValueError, match=r"use hvd\.sharded_mean in jax\.shard_map"):
+        jax.jit(hvd.allreduce)(everywhere)
 
     # All devices of all ranks compute; payloads go by XLA's own collectives.
     total = RANKS * DEVICES

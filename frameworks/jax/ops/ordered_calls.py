@@ -36,6 +36,10 @@ _NO_DERIVATIVE = (
     "gradients, reduce them by hvd.grouped_allreduce(jax.tree.leaves(grads)), or else put "
     "jax.lax.stop_gradient around what is given"
 )
+_ONE_DEVICE = (
+    "collectives of ringlet.jax, which a rank runs on one device: in programs over several devices "
+    "of a rank use hvd.sharded_mean in jax.shard_map, and call other collectives outside of them"
+)
 _NO_BATCH = (
     "a collective cannot be mapped by jax.vmap, where each rank would make one call for a batch: "
     "map what comes before and behind it, and call it once for the mapped arrays"
@@ -119,8 +123,8 @@ def _primitive() -> Any:
     class RankOrder(effects.Effect):
         """One call after the other."""
 
-        def __str__(self) -> str:
-            return "RankOrder"
+        def __repr__(self) -> str:
+            return _ONE_DEVICE  # JAX names an effect where it refuses a program of several devices
 
     order = RankOrder()
     watch_programs(order)
