@@ -24,6 +24,7 @@ from ringlet.jax.ops.operands import dtype_of
 from ringlet.jax.ops.ordered_calls import Output, call
 from ringlet.jax.ops.watched_arrays import FLAG, compare_where, raise_flag
 from ringlet.jax.tree_paths import paths_and_leaves
+from ringlet.job.json_exchange import gather
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy
@@ -49,7 +50,8 @@ _carried: ContextVar[_CarriedOver | None] = ContextVar("carried over", default=N
 _BROADCAST = "call params = hvd.broadcast_pytree(params) on all ranks before training"
 _ALIKE = (
     "give every rank the same gradients and the same compression; make the state by init on every "
-    "rank, or restore the state of the same step on every rank"
+    "rank, or restore the state of the same step on every rank; where one rank keeps an earlier "
+    "state, such as after a loss that is not finite, let all ranks do so"
 )
 
 
@@ -183,6 +185,7 @@ class _Reductions:
         self._reducers: dict[tuple[Slot, ...], GradientReducer] = {}
         self.changes: ListTurns | None = None  # the calls of ``update``, by what is reduced
         self._layouts: dict[tuple[Slot, ...], Layouts] = {}
+        self._following: int | None = None  # the step that comes next
 
     def init(self, params: Any) -> ReduceGradientsState:
         """Return the state for gradients like ``params``, which may be shapes and dtypes."""
@@ -225,12 +228,12 @@ class _Reductions:
         outputs: list[Output] = [(slot.dtype, slot.shape) for slot in slots]
         outputs += [("uint8", tuple(state.present.shape)), ("int32", (2,))]
         outputs += [(array.dtype.name, tuple(array.shape)) for array in remembered]
-        outputs.append(FLAG)
+        outputs += [FLAG, ("int32", ())]
         first = len(slots)
 
         def exchange(arrays: Sequence[Array], results: Sequence[Array]) -> None:
             step, present = int(arrays[first]), arrays[first + 1]
-            owner, *kept, flag = results[first + 1 :]
+            owner, *kept, flag, following = results[first + 1 :]
             flag[...] = 0
             given = arrays[first + 2].tolist()
             owner[...] = self._own(given)
@@ -243,16 +246,17 @@ class _Reductions:
             for (path, key), target in zip(keys, kept, strict=True):
                 places.setdefault(path, {})[key] = target
             memory = present, results[first], places
-            self._run(slots, arrays[:first], results[:first], step, *memory, flag)
+            following[...] = self._run(slots, arrays[:first], results[:first], step, *memory, flag)
 
         aliases = tuple((first + 3 + i, first + 2 + i) for i in range(len(keys)))
         given = [*leaves, state.step, state.present, state.owner, *remembered]
-        *results, due = call(exchange, given, outputs, aliases)
+        *results, due, following = call(exchange, given, outputs, aliases)
         compare_where(due, lambda: self._reducers[slots].drift, _numbers(params))
         held: Held = {path: {} for path in state.held}
         for (path, key), array in zip(keys, results[first + 2 :], strict=True):
             held[path][key] = array
-        after = ReduceGradientsState(state.step + 1, results[first], held, results[first + 1])
+        step = following.astype(jnp.result_type(state.step))
+        after = ReduceGradientsState(step, results[first], held, results[first + 1])
         return jax.tree_util.tree_unflatten(tree, results[:first]), after
 
     # -- inside ---------------------------------------------------------------------------------
@@ -266,7 +270,7 @@ class _Reductions:
         """Forget what was among the ranks of another runtime: newcomers know nothing of it."""
         if self._runtime is not current():
             self._runtime, self._reducers, self._layouts = current(), {}, {}
-            self.changes = None
+            self.changes = self._following = None
 
     def _labels(self, slots: tuple[Slot, ...]) -> Iterator[str]:
         """Return names for what ranks agree on about ``slots``, the same on all of them.
@@ -283,28 +287,37 @@ class _Reductions:
                 self._numbers[slots] = map(f"{label}.{{}}".format, count())
             return self._numbers[slots]
 
-    def agree(self, slots: Sequence[Slot], called: str, step: int) -> None:
-        """Raise Mismatch, the same on every rank, unless all ranks do the same now.
+    def agree(self, slots: Sequence[Slot], called: str, step: int) -> int:
+        """Return the step. Raise Mismatch, the same on every rank, unless all do the same now.
 
         One whose compressors remember nothing begins with ``update``, and others with ``init``.
-        Later on some rank has told the others that its gradients are new ones.
+        Later on some rank has told the others that its gradients, or its step, are not those that
+        come next. Ranks that joined early have counted fewer steps: all go on from the last one.
         """
-        label = next(self._labels(tuple(slots)))
-        if self.changes is not None and self.changes.changed:
-            label = f"{self._label}.new{self.changes.call}"
+        label, changes = next(self._labels(tuple(slots))), self.changes
+        ranks = self._settings.process_set
+        joined = bool(current().joins)
+        if changes is not None and changes.changed:
+            label = f"{self._label}.new{changes.call}"
+            joined = changes.first_after_join
         chosen = self._settings.router
         items = [(slot.name, f"{slot.describe()}, {chosen(slot.name)}") for slot in slots]
         items.append(("the call", called))
-        if not current().joins:  # ranks that joined early have taken fewer
+        if not joined:
             items.append(("the step", str(step)))
         try:
-            agree(_KIND, label, items, self._settings.process_set, _ALIKE)
+            agree(_KIND, label, items, ranks, _ALIKE)
         except Mismatch:  # on all ranks, which have asked for names of different lists
             with self._numbering:
                 self._label, self._numbers = f"{self._label}.again", {}
             for reducer in self._reducers.values():
                 reducer.pass_over()
             raise
+        if not joined or called == "init":
+            return step
+        expected = "the number of a step"
+        told = gather(step, f"{label}.step", ranks, expected, lambda n: isinstance(n, int))
+        return int(max(told))
 
     def _run(
         self,
@@ -316,28 +329,30 @@ class _Reductions:
         now_present: Array,
         places: dict[str, dict[str, Array]],
         flag: Array,
-    ) -> None:
+    ) -> int:
         """Reduce ``arrays`` into ``outputs``; what is remembered lies in ``places``.
 
-        ``flag`` is raised where parameters are to be compared.
+        ``flag`` is raised where parameters are to be compared. Returns the number of the next step.
         """
         if not self._settings.process_set.included():
             for array, out in zip(arrays, outputs, strict=True):
                 out[...] = array
             now_present[...] = present
-            return
+            return step + 1
         self._labels(slots)  # those of the present ranks
         with self._lock:
             self._bind()
             if self.changes is None:
                 number = self._settings.process_set.number()
                 self.changes = ListTurns(current(), self._label, number)
-            self.changes.begin(slots)
+            # What is drawn in common goes by the step: a rank at another one would part.
+            key = slots, 0 if self._following is None else step - self._following
+            self.changes.begin(key)
             done = None
             try:
                 reducer = self._reducers.get(slots)
                 if reducer is None:
-                    self.agree(slots, "update", step)
+                    step = self.agree(slots, "update", step)
                     made = _OfOneList(self, self._settings, not self._reducers)
                     reducer = self._reducers[slots] = made
                     self._warn_of_forgotten(_of_paths(places, present))
@@ -356,7 +371,8 @@ class _Reductions:
                     )
                     first += len(arrays_of)
                 now_present[first:] = 0
-                done = slots
+                self._following, done = max(reducer.step, step + 1), key
+                return self._following
             finally:
                 self.changes.end(done)
                 if reducer is not None:  # its states lie in memory that is XLA's again
@@ -442,7 +458,11 @@ class _OfOneList(GradientReducer):
 
     def _compared(self, slots: Sequence[Slot], unused: Sequence[str]) -> list[str]:
         if self._changes.changed:
-            self._owner.agree(slots, "update", self.step)
+            step = self._owner.agree(slots, "update", self.step)
+            if step != self.step:
+                self.go_to(step)
+                for slot in slots:
+                    self.memory.states[slot.name]["step"] = step
         return super()._compared(slots, unused)
 
 

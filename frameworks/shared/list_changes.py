@@ -84,6 +84,12 @@ class ListChanges:
         with self._lock:
             return self.call in self._changes
 
+    @property
+    def first_after_join(self) -> bool:
+        """Whether ranks have joined, some of them early, and this is the first call since."""
+        joins = self._runtime.joins
+        return bool(joins) and self.call == joins * _CALLS + 1
+
     def end(self, slots: Hashable = None) -> None:
         """End the call; with ``slots`` if all ranks have reduced that list."""
         with self._lock:

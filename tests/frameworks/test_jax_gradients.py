@@ -666,6 +666,47 @@ def case_join():
     assert hvd.join() == size - 1
 
 
+def case_a_rank_at_another_step():
+    """What is drawn in common goes by the step: all ranks are told, and go on where they agree."""
+    rank = hvd.rank()
+    grads = {"w": jnp.full((50, 60), rank + 1.0)}
+    for spec in ("randomk(ratio=0.2)", "int8 | hadamard", "none"):
+        transformation = hvd.reduce_gradients(spec)
+        state = transformation.init(grads)
+        for update in (jax.jit(transformation.update), transformation.update):
+            for _ in range(3):
+                _, state = update(grads, state)
+            for odd in (state.step + 1, state.step - 1):
+                kept = state._replace(step=odd if rank == 1 else state.step)
+                with pytest.raises(hvd.HorovodInternalError, match="'the step' differs") as told:
+                    update(grads, kept)
+                assert len(set(hvd.allgather_object(str(told.value)))) == 1
+                mean, after = update(grads, state)
+                assert hvd.replicas_equal(mean)
+                assert int(after.step) == int(state.step) + 1
+            first, _ = update(grads, state._replace(step=state.step - 2))  # all of them
+            again, _ = update(grads, state._replace(step=state.step - 2))
+            assert bits(first) == bits(again)
+            assert hvd.replicas_equal(first)
+
+
+def case_steps_after_join():
+    """Ranks that had fewer batches go on from the step of those that had most."""
+    size, rank = hvd.size(), hvd.rank()
+    grads = {"w": jnp.full((50, 60), rank + 1.0)}
+    for spec in ("randomk(ratio=0.2)", "int8 | hadamard"):
+        transformation = hvd.reduce_gradients(spec)
+        state, update = transformation.init(grads), jax.jit(transformation.update)
+        for epoch in range(3):
+            for turn in range(2 + rank):
+                mean, state = update(grads, state)
+                if turn == 0:
+                    assert hvd.replicas_equal(mean)
+                    assert int(state.step) == epoch * (size + 1) + 1
+                    assert np.isclose(mean["w"].mean(), (size + 1) / 2, rtol=0.01), (spec, epoch)
+            hvd.join()
+
+
 def case_numbers_and_arrays_of_numpy():
     """Outside of jit, too, they are what JAX makes of them: float32 unless x64 is on."""
     size, own = hvd.size(), hvd.rank() + 1.0
@@ -711,6 +752,8 @@ SIZES = {
     case_errors: (2, 3),
     case_trees_that_all_ranks_know_out_of_turn: (3,),
     case_a_rank_that_is_left_gives_back_what_it_held: (2, 3),
+    case_a_rank_at_another_step: (2, 3),
+    case_steps_after_join: (2, 3),
     case_a_process_set_of_other_ranks: (3,),
     case_an_elastic_job_begins_from_a_checkpoint: (2,),
     case_the_state_of_another_rank: (2, 3),
