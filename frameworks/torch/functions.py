@@ -19,7 +19,7 @@ from ringlet.torch.ops.movements import broadcast_async_
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
 from ringlet.torch.optimizer.loaded_memory import agree_on_loaded
 from ringlet.torch.tensors.state_trees import assembled, dissected, is_tree, rooms
-from ringlet.torch.tensors.views import check
+from ringlet.torch.tensors.views import check, check_whole
 
 _STEPS = "ringlet_steps"
 
@@ -50,6 +50,7 @@ def broadcast_parameters(
     named = {name: p for name, p in params.items() if isinstance(p, torch.Tensor)}
     for name, tensor in named.items():
         check(tensor, f"parameter {name!r}")
+        check_whole(tensor, f"parameter {name!r}")
     names = [(name, "") for name in sorted(named)]  # handed in by name, in whatever order
     agree("broadcast_parameters", "broadcast_parameters names", names, process_set, SAME_MODEL)
     wait_all(

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringlet.torch as hvd
@@ -403,6 +403,34 @@ def case_two_who_reduce_the_same_gradients_are_refused():
     inner = torch.optim.SGD(sharded.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"DTensor.*hvd\.compress_fsdp"):
         hvd.DistributedOptimizer(inner, sharded.named_parameters())
+
+
+def case_a_model_of_fsdp1_is_refused_with_what_to_do():
+    """Ranks hold other elements of its parameters, whose mean would be nonsense."""
+    started()
+
+    def sharded():
+        layer = torch.nn.Linear(8, 300, bias=False)  # whose halves have one shape
+        return FullyShardedDataParallel(layer, use_orig_params=True, device_id=torch.device("cpu"))
+
+    own = sharded()
+    inner = torch.optim.SGD(own.parameters(), lr=0.1)
+    for call in (
+        lambda: hvd.DistributedOptimizer(inner, own.named_parameters()),
+        lambda: hvd.DistributedOptimizer(inner),
+        lambda: hvd.DiLoCo(inner, own.named_parameters()),
+        lambda: hvd.OneBitAdam(own.named_parameters(), lr=0.1),
+        lambda: hvd.broadcast_parameters(own.named_parameters()),
+    ):
+        with pytest.raises(TypeError, match=r"shards it.*fully_shard\(model\).*compress_fsdp"):
+            call()
+    whole = FullyShardedDataParallel(
+        layers(), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD
+    )
+    for model in own, whole:
+        model.register_comm_hook(*hvd.ddp_hook("int8 | ef"))
+        with pytest.raises(RuntimeError, match=r"flat gradient.*fully_shard\(model\)"):
+            model(numbers(0)).square().mean().backward()
 
 
 class Branches(torch.nn.Module):

@@ -12,6 +12,7 @@ import torch
 
 from ringlet.compressors import Compressor, Router
 from ringlet.ring.callers import outside
+from ringlet.torch.tensors.views import check_whole
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
@@ -27,13 +28,15 @@ def name_parameters(
     Without ``named_parameters`` names are those that the optimizer was made with, if it was made of
     ``model.named_parameters()``, else positions in the parameter groups. Names of
     parameters that the optimizer does not hold are left out, with a warning if they are trainable.
-    Raises ValueError for repeated names, and parameters named twice or not at all.
+    Raises ValueError for repeated names, and parameters named twice or not at all; TypeError for
+    those that FSDP1 has sharded.
     """
     groups = [group["params"] for group in param_groups]
     held = {id(p) for params in groups for p in params}
     trainable = [p for params in groups for p in params if p.requires_grad]
     if named_parameters is None:
-        return {name: p for name, p in _own_names(param_groups) if p.requires_grad}
+        named_parameters = _own_names(param_groups)
+        return {name: p for name, p in named_pairs(named_parameters) if p.requires_grad}
     named = named_pairs(named_parameters)
     if trainable and not named:
         raise ValueError(
@@ -85,7 +88,10 @@ def _own_names(param_groups: list[dict[str, Any]]) -> list[tuple[str, torch.nn.P
 
 
 def named_pairs(named_parameters: Any) -> list[tuple[str, Any]]:
-    """Return names with parameters. Raises ValueError for what is no ``named_parameters()``."""
+    """Return names with parameters. Raises ValueError for what is no ``named_parameters()``.
+
+    Raises TypeError for parameters that FSDP1 has sharded.
+    """
     if isinstance(named_parameters, torch.nn.Module):
         raise ValueError("named_parameters must be model.named_parameters(), not the model")
     if isinstance(named_parameters, str):
@@ -105,6 +111,8 @@ def named_pairs(named_parameters: Any) -> list[tuple[str, Any]]:
         "names of parameters must be strings",
         [repr(name) for name, _ in named if not isinstance(name, str)],
     )
+    for name, p in named:
+        check_whole(p, f"parameter {name!r}")
     return named
 
 

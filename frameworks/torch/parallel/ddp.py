@@ -58,6 +58,11 @@ _ONE_BY_ONE = (
     "without compiled autograd"
 )
 
+_FSDP1 = (
+    "FullyShardedDataParallel hands its hooks one flat gradient, which ddp_hook does not take: "
+    "shard the model with fully_shard(model) instead, and call hvd.compress_fsdp(model, spec)"
+)
+
 _ORDERS = "orders"  # in a checkpoint
 
 _NAMES = "pass named_parameters=model.named_parameters() on all ranks, or on none"
@@ -507,10 +512,17 @@ def ddp_hook(
     return state, reduce_bucket
 
 
-def reduce_bucket(state: DdpState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of DDP's over the ranks: the hook itself."""
+def reduce_bucket(
+    state: DdpState, bucket: Any, shard: torch.Tensor | None = None
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of DDP's over the ranks: the hook itself.
+
+    FSDP1, which is refused, gives the sum's ``shard`` as well.
+    """
     if isinstance(bucket, tuple):
         raise RuntimeError(_ONE_BY_ONE)
+    if shard is not None or isinstance(bucket, torch.Tensor):
+        raise RuntimeError(_FSDP1)
     buffer = bucket.buffer()
     devices = [buffer.device] if buffer.is_cuda else None
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)

@@ -67,6 +67,16 @@ def check(tensor: Any, what: str = "tensor") -> None:
     dtype_of(tensor, what)
 
 
+def check_whole(p: Any, what: str) -> None:
+    """Raise TypeError for a parameter that FSDP1 shards."""
+    if getattr(p, "_fsdp_flattened", False):
+        raise TypeError(
+            f"{what} belongs to a FullyShardedDataParallel, which shards it and reduces its "
+            "gradients itself: shard the model with fully_shard(model) instead, call "
+            "hvd.compress_fsdp(model, spec), and use the optimizer as it is"
+        )
+
+
 def taken_as_it_is(tensor: torch.Tensor) -> bool:
     """Whether the engine can move a tensor of a dtype that can travel without a copy of it."""
     return (
