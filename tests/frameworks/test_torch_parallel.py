@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -462,6 +463,27 @@ def case_fsdp2_bad_input():
     for spec in ("int8 | ef21", "topk(ratio=0.1) | ef21 | warmup(dense=5)", "signsgd"):
         with pytest.raises(ValueError, match="has to see the result"):
             hvd.compress_fsdp(own, spec)
+
+
+def case_fsdp2_refuses_what_is_replicated_and_not_sharded():
+    """Nothing would be compressed, without a word."""
+    started()
+    mesh = init_device_mesh("cpu", (hvd.size(), 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ValueError, match=r"no reduce-scatter to compress.*hvd\.ddp_hook"):
+        hvd.compress_fsdp(sharded(mesh), "int8")
+    with pytest.raises(ValueError, match="averages over the replicas itself"):
+        hvd.compress_hsdp(sharded(mesh), "int8", mesh["replicate"].get_group())
+
+
+def case_hsdp_refuses_tensor_parallelism():
+    """Ranks with other parts of a weight would choose other values of a bias they share."""
+    started()
+    shape = (2, 1, hvd.size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    own = parallelize_module(model(), mesh["tensor"], {"2": RowwiseParallel()})
+    fully_shard(own, mesh=mesh["shard"])
+    with pytest.raises(ValueError, match=r"tensor parallel.*hvd\.compress_fsdp"):
+        hvd.compress_hsdp(own, "topk | ef", mesh["replicate"].get_group())
 
 
 def case_fsdp2_another_spec_on_one_rank():

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.edition import edition
+from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.callers import public
 from ringlet.shared.compression import as_compressor
 from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.parallel.fsdp_params import levels
 from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules
 
 if TYPE_CHECKING:
@@ -80,11 +82,12 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
     """Compress the gradients of every FSDP2 module inside ``module``; return what does it.
 
     ``compression`` is a spec or compressor of fixed size. Raises InvalidArgument where there is no
-    FSDP module, torch is too old (before 2.9), or for a compressor whose payloads cannot be
-    scattered: sparsifiers of variable size, low rank, shared scales, and what has to see the whole
-    result (ef21, signsgd). The first ``backward`` raises Mismatch, on all ranks, where some
-    compress otherwise, or not at all. What a compressor raises on one rank, ``backward`` raises on
-    all of them when it ends; the gradients are of no use then, and training may go on.
+    FSDP module or one that is replicated and not sharded, torch is too old (before 2.9), or for a
+    compressor whose payloads cannot be scattered: sparsifiers of variable size, low rank, shared
+    scales, and what has to see the whole result (ef21, signsgd). The first ``backward`` raises
+    Mismatch, on all ranks, where some compress otherwise, or not at all. What a compressor raises
+    on one rank, ``backward`` raises on all of them when it ends; the gradients are of no use then,
+    and training may go on.
     """
     compressor = as_compressor(compression)
     modules = sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
@@ -103,6 +106,13 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
                 each.set_custom_reduce_scatter(CheckedReduceScatter(torchs_own(each), ways))
         return FsdpState([], ways)
     check_scatterable(compressor)
+    for name, each in modules:
+        if levels(each)[0] == 1 < levels(each)[1]:
+            raise InvalidArgument(
+                f"{name or 'the module'} is replicated and not sharded, so that there is no "
+                "reduce-scatter to compress; use DistributedDataParallel with hvd.ddp_hook, or "
+                "shard it over the mesh of one replica and call hvd.compress_hsdp"
+            )
     made = []
     for name, each in modules:
         made.append(CompressedReduceScatter(compressor, name or "root", each, ways))

@@ -1,4 +1,4 @@
-"""Which parameters one of FSDP2's reductions is of: those that got a gradient."""
+"""Which parameters one of FSDP2's reductions is of, and over how many ranks it goes."""
 
 from __future__ import annotations
 
@@ -52,3 +52,10 @@ def param_groups(module: Any) -> Iterator[Any]:
     if groups is None:  # torch before 2.11 has one
         groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) else []
     yield from groups
+
+
+def levels(module: Any) -> tuple[int, int]:
+    """Return over how many ranks torch shards an FSDP module, and over how many replicas it is."""
+    meshes = [group.mesh_info for group in param_groups(module)]
+    shards = max((getattr(mesh, "shard_mesh_size", 1) for mesh in meshes), default=1)
+    return shards, max((getattr(mesh, "replicate_mesh_size", 1) for mesh in meshes), default=1)

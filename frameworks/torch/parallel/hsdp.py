@@ -34,7 +34,7 @@ from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_compressor
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
-from ringlet.torch.parallel.fsdp_params import Reduced, reduced
+from ringlet.torch.parallel.fsdp_params import Reduced, levels, reduced
 from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
@@ -187,17 +187,23 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     serves. Its residuals are of shards: ``state_dict`` and ``load_state_dict`` of what is returned
     carry them, for a job with as many ranks.
 
-    Raises InvalidArgument where there is no FSDP2 module, or one that is replicated already. What
-    fails on one rank in ``backward`` is raised on all of them when it ends.
+    Raises InvalidArgument where there is no FSDP2 module, or one that is replicated already or
+    tensor parallel. What fails on one rank in ``backward`` is raised on all of them when it ends.
     """
     compressor = as_compressor(compression)
     modules = sharded_modules(module, "set_all_reduce_hook", "compress_hsdp")
     for name, each in modules:
-        if any(p.device_mesh.ndim > 1 for p in each.parameters(recurse=True)):
+        if levels(each)[1] > 1:
             raise InvalidArgument(
-                f"{name or 'the module'} is sharded and replicated by torch, which averages over "
-                "the replicas itself; shard it over the mesh of one replica: "
-                "fully_shard(model, mesh=mesh['shard'])"
+                f"{name or 'the module'} is replicated by torch, which averages over the replicas "
+                "itself; shard it over the mesh of one replica: fully_shard(model, "
+                "mesh=mesh['shard'])"
+            )
+        if any(p.device_mesh.ndim > 1 for p in each.parameters()):
+            raise InvalidArgument(
+                f"{name or 'the module'} is tensor parallel as well: ranks that hold other parts "
+                "of its weights would compress otherwise what they have in common; use "
+                "hvd.compress_fsdp, which compresses each parameter by itself"
             )
     comm = connect_group(replicas)
     engine = Engine(comm, open_control, limits_from(os.environ), agreed_places(comm))
