@@ -465,6 +465,21 @@ def case_fsdp2_bad_input():
             hvd.compress_fsdp(own, spec)
 
 
+def case_fsdp2_divides_by_what_it_is_told():
+    started()
+    found = []
+    for divisor in (float(hvd.size()), 8.0 * hvd.size()):
+        own = sharded()
+        for part in (own[0], own):
+            part.set_gradient_divide_factor(divisor)
+        hvd.compress_fsdp(own, "fp16")
+        own(batches(1)[0]).square().mean().backward()
+        found.append([p.grad.to_local() for p in own.parameters()])
+    for one, eighth in zip(*found, strict=True):
+        assert torch.equal(one, 8 * eighth)
+        assert one.any()
+
+
 def case_fsdp2_refuses_what_is_replicated_and_not_sharded():
     """Nothing would be compressed, without a word."""
     started()

@@ -71,6 +71,17 @@ def check_scatterable(compressor: Compressor) -> None:
         )
 
 
+def _divisor(op: Any, size: int) -> float:
+    """Return what FSDP wants the sum over ``size`` ranks to be divided by."""
+    if op == dist.ReduceOp.AVG:
+        return size
+    if op == dist.ReduceOp.PREMUL_SUM:  # after set_gradient_divide_factor
+        return 1.0 / float(op.__getstate__()[1])
+    if op != dist.ReduceOp.SUM:
+        raise InvalidArgument(f"compressed reduce-scatter sums or averages; FSDP asks for {op}")
+    return 1.0
+
+
 class CheckedReduceScatter(ReduceScatter):
     """One FSDP module's own reduce-scatter, once its ranks know that none of them compresses."""
 
@@ -142,9 +153,7 @@ class CompressedReduceScatter(ReduceScatter):
 
         What a compressor raises, on any rank, is raised on all of them when backward ends.
         """
-        average = op == dist.ReduceOp.AVG
-        if not average and op != dist.ReduceOp.SUM:
-            raise InvalidArgument(f"compressed reduce-scatter sums or averages; FSDP asks for {op}")
+        divisor = _divisor(op, group.size())
         caller = sys._getframe(1)
         way, replicas = self.ways.of_all(group, caller)
         self.ways.outcome.expect(way.comm, None if replicas is None else replicas.comm)
@@ -174,7 +183,7 @@ class CompressedReduceScatter(ReduceScatter):
             mark = place.done([values, total])
         if mark is not None:
             mark.collect()
-        output_tensor.copy_(result / comm.size if average else result)
+        output_tensor.copy_(result / divisor)
         self.ways.outcome.count(comm, self.name, self.step, params)
         self.step += 1
 
