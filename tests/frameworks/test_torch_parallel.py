@@ -480,6 +480,24 @@ def case_fsdp2_divides_by_what_it_is_told():
         assert one.any()
 
 
+def case_what_is_sharded_afterwards_is_not_left_uncompressed():
+    started()
+    mesh, whole = two_levels(), "was sharded by fully_shard afterwards"
+    for shard, compress in (
+        (None, lambda own: hvd.compress_fsdp(own, "int8 | ef")),
+        (mesh["shard"], lambda o: hvd.compress_hsdp(o, "int8 | ef", mesh["replicate"].get_group())),
+    ):
+        own = model()
+        fully_shard(own[2], mesh=shard)
+        compress(own)
+        fully_shard(own, mesh=shard)
+        with pytest.raises(ValueError, match=whole):
+            own(batches(1)[0]).square().mean().backward()
+        compress(own)
+        own.zero_grad()
+        own(batches(1)[0]).square().mean().backward()
+
+
 def case_fsdp2_refuses_what_is_replicated_and_not_sharded():
     """Nothing would be compressed, without a word."""
     started()

@@ -99,7 +99,8 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
     )
 
     plugin = edition(compressor)
-    ways = Ways(f"{compressor} ({plugin})" if plugin else str(compressor))
+    known = [each for _, each in modules]
+    ways = Ways(f"{compressor} ({plugin})" if plugin else str(compressor), module, known)
     if isinstance(compressor, NoCompression):
         for _, each in modules:
             with suppress(ValueError):  # what no rank can have compressed, such as several meshes

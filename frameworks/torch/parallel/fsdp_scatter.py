@@ -157,6 +157,9 @@ class CompressedReduceScatter(ReduceScatter):
         caller = sys._getframe(1)
         way, replicas = self.ways.of_all(group, caller)
         self.ways.outcome.expect(way.comm, None if replicas is None else replicas.comm)
+        later = self.ways.look()
+        if later is not None:
+            self.ways.outcome.note(later)
         if self.scheduled:
             self._agree_on_schedules(way)
         if self.now is None:

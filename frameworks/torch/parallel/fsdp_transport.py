@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
-from ringlet.torch.parallel.backward_outcome import BackwardOutcome
+from ringlet.torch.parallel.backward_outcome import BackwardFailure, BackwardOutcome, Stage
 
 
 def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tuple[str, Any]]:
@@ -61,11 +62,20 @@ class Way:
 class Ways:
     """The ways of the process groups that one model is sharded over.
 
-    All of a group's ranks compress with ``spec``.
+    All of a group's ranks compress with ``spec``. ``module`` was given to the ``caller``, and had
+    no FSDP2 modules inside but the ``known`` ones then.
     """
 
-    def __init__(self, spec: str, caller: str = "compress_fsdp") -> None:
+    def __init__(
+        self,
+        spec: str,
+        module: torch.nn.Module,
+        known: Iterable[Any],
+        caller: str = "compress_fsdp",
+    ) -> None:
         self._spec, self._caller = spec, caller
+        self._module: weakref.ref[torch.nn.Module] = weakref.ref(module)  # which holds this
+        self._known, self._looked = weakref.WeakSet(known), False
         self.outcome = BackwardOutcome(caller)
         self._made: dict[Any, Way] = {}
 
@@ -96,6 +106,24 @@ class Ways:
         """
         way, replicas = self.of(group), frame.f_locals.get("all_reduce_group")
         return way, None if replicas is None else self.of(replicas)
+
+    def look(self) -> BackwardFailure | None:
+        """Return a failure where modules have been sharded since, which nothing compresses."""
+        module = self._module()
+        if self._looked or module is None:
+            return None
+        kind = importlib.import_module("torch.distributed.fsdp").FSDPModule
+        for name, each in module.named_modules():
+            if isinstance(each, kind) and each not in self._known:
+                return BackwardFailure(
+                    Stage.PLAN,
+                    InvalidArgument.__name__,
+                    f"{self._caller}: {name or 'the module'} was sharded by fully_shard "
+                    f"afterwards, and travels uncompressed; call {self._caller} when all modules "
+                    "are sharded",
+                )
+        self._looked = True
+        return None
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

@@ -65,6 +65,11 @@ class ReplicaAverage:
         group = caller.f_locals.get("reduce_scatter_group")
         if group is not None:
             self._ways.outcome.expect(self._ways.of(group).comm)
+        later = self._ways.look()
+        if later is not None:
+            if group is None:
+                raise InvalidArgument(later.text)
+            self._ways.outcome.note(later)
         dtype, spec = dtype_of(shard), str(self.compressor)
         op, place = ReduceOp.AVERAGE, place_of(shard, engine=self._engine)
         name = self._named(reduced(self._module(), shard.numel(), caller))
@@ -212,7 +217,8 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     finalizer = weakref.finalize(module, _thread.start_new_thread, leave, ())
     finalizer.atexit = False
     atexit.register(leave)
-    made, ways = [], Ways(str(compressor), "compress_hsdp")
+    known = [each for _, each in modules]
+    made, ways = [], Ways(str(compressor), module, known, "compress_hsdp")
     for name, each in modules:
         made.append(ReplicaAverage(engine, compressor, name or "root", each, ways))
         each.set_all_reduce_hook(made[-1])
