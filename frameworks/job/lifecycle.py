@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import warnings
@@ -74,6 +75,14 @@ def init(
 
 def _warn_of_torch() -> None:
     """Warn where torch connects several processes that are a job of one rank each."""
+    if _is_spawned_beside_others():
+        warnings.warn(
+            "torch.multiprocessing.spawn has started several processes, and this is a job of one "
+            "rank, for spawn sets no variables: call torch.distributed.init_process_group first, "
+            "then hvd.init(torch.distributed.group.WORLD), or start the program with ringlet run",
+            stacklevel=outside(),
+        )
+        return
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not (dist.is_available() and dist.is_initialized()):
         return
@@ -85,6 +94,14 @@ def _warn_of_torch() -> None:
             "hvd.init(torch.distributed.group.WORLD), or start the program with ringlet run",
             stacklevel=outside(),
         )
+
+
+def _is_spawned_beside_others() -> bool:
+    """Whether torch.multiprocessing.spawn has started this process, and others before it."""
+    process: Any = multiprocessing.current_process()
+    module = getattr(getattr(process, "_target", None), "__module__", None)
+    number = next(iter(getattr(process, "_args", ())[1:2]), 0)  # behind the function
+    return module == "torch.multiprocessing.spawn" and number > 0
 
 
 def _establish(process_sets: Sequence[ProcessSet]) -> None:

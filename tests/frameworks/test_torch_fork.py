@@ -110,3 +110,34 @@ def test_a_spawned_child_may_be_a_rank_of_another_job(tmp_path):
     done = run(tmp_path, OTHERS, "gloo")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("a child's job has 1") == 2
+
+
+SPAWNS = """
+import warnings
+
+import torch.multiprocessing
+
+
+def work(number):
+    import ringlet.torch as hvd
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hvd.init()
+    told = [str(each.message) for each in caught]
+    print(number, any("spawn has started several processes" in text for text in told), flush=True)
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, nprocs=2)
+"""
+
+
+def test_processes_of_torchs_spawn_are_told_that_each_is_a_job_of_one(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNS)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 False", "1 True"]
