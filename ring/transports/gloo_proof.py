@@ -142,14 +142,15 @@ class StoreBarrier:
             raise _error(how, why)
 
     def _wait(self, name: str) -> None:
+        began = time.monotonic()
         try:
             self._store.wait([name], self._timeout)
         except RingError:
             raise
-        except (RuntimeError, TimeoutError) as error:
-            seconds = self._timeout.total_seconds()
+        except (RuntimeError, TimeoutError) as error:  # of a store that is gone, at once
+            seconds = round(time.monotonic() - began)
             raise _TimedOut(
-                f"rank {self._rank} of {self._size} waited {seconds:g} s for the others to connect"
+                f"rank {self._rank} of {self._size} waited {seconds} s for the others to connect"
                 f" over gloo: {str(error).splitlines()[0]}"
             ) from error
 
