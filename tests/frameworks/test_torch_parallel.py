@@ -260,6 +260,33 @@ def case_hsdp():
         hvd.compress_hsdp(model(), "int8", mesh["replicate"].get_group())
 
 
+def case_hsdp_compresses_each_parameter_by_itself():
+    """In its own shape: top-k takes some of each, and low-rank factors are of matrices."""
+    started()
+    mesh = two_levels()
+
+    def gradients(spec):
+        torch.manual_seed(0)
+        own = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 64))
+        fully_shard(own, mesh=mesh["shard"])
+        if spec is not None:
+            made = hvd.compress_hsdp(own, spec, mesh["replicate"].get_group())
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(hvd.rank()))
+        (own(x).square().mean() + 1000 * own[1].bias.square().mean()).backward()
+        found = {name: p.grad.to_local().clone() for name, p in own.named_parameters()}
+        return found if spec is None else (found, made.state_dict()["states"])
+
+    found, held = gradients("topk(ratio=0.25) | ef | min_size(elements=1)")
+    assert len(held) == 4
+    for gradient in found.values():
+        assert gradient.count_nonzero() >= gradient.numel() // 4
+    plain, (approximate, held) = gradients("none")[0], gradients("powersgd(rank=2) | ef")
+    assert [state["residual"].any() for state in held.values()] == [True] * len(held)
+    weight = "1.weight"
+    assert (approximate[weight] - plain[weight]).norm() > 0
+    assert torch.linalg.matrix_rank(approximate[weight]) <= 2
+
+
 def case_hsdp_continues_from_a_checkpoint_bit_for_bit():
     started()
     shape = (2, hvd.size() // 2)

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 class Reduced(NamedTuple):
     """The parameters of a reduction, of all that an FSDP module's group has.
 
-    ``spans`` are where a rank's padded shards of them begin and end among the shards of all,
-    ``group`` the number of the group in its module.
+    ``spans`` are where a rank's padded shards of them begin and end among the shards of all, and
+    ``shapes`` those of these shards; ``group`` is the number of the group in its module.
     """
 
     group: int
     spans: tuple[tuple[int, int], ...]
-    complete: bool
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         told = [f"{start}:{stop}" for start, stop in self.spans]
@@ -34,14 +34,15 @@ def reduced(module: Any, n: int, frame: FrameType) -> Reduced | None:
     for number, group in enumerate(param_groups(module)):
         every, found, start = [], [], 0
         for param in group.fsdp_params:
-            span = start, start + param.padded_sharded_param_size.numel()
-            start = span[1]
-            every.append(span)
+            shape = param.padded_sharded_param_size
+            every.append(((start, start + shape.numel()), tuple(shape)))
+            start += shape.numel()
             if id(param) in ids:
-                found.append(span)
-        for spans in (found, [] if ids else every):
-            if spans and sum(stop - start for start, stop in spans) == n:
-                return Reduced(number, tuple(spans), len(spans) == len(every))
+                found.append(every[-1])
+        for chosen in (found, [] if ids else every):
+            if chosen and sum(stop - start for (start, stop), _ in chosen) == n:
+                spans, shapes = zip(*chosen, strict=True)
+                return Reduced(number, spans, shapes)
     return None
 
 

@@ -300,7 +300,7 @@ class CompressedReduceScatter(ReduceScatter):
 
         Where it is not known which parameters they are of, all is one piece.
         """
-        group, spans, _ = params or Reduced(0, ((0, n),), False)
+        group, spans, _ = params or Reduced(0, ((0, n),))
         used = [effective(compressor, "float32", stop - start) for start, stop in spans]
         start = stop = place = first = 0
         for i, (begin, end) in enumerate(spans):

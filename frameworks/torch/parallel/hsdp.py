@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import math
 import os
 import re
 import sys
@@ -23,12 +24,14 @@ import torch.distributed as dist
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.fusion import CompressionFailed, Engine, Request
+from ringlet.fusion.requests.handle import Handle
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
 from ringlet.job.settings import limits_from
 from ringlet.ring.callers import public
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.control.opening import open_control
+from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_compressor
@@ -43,7 +46,11 @@ _ADVICE = "Save state_dict() of what compress_hsdp returns on every rank, and lo
 
 
 class ReplicaAverage:
-    """Averages one FSDP module's shard of the gradient over the replicas, in place."""
+    """Averages one FSDP module's shard of the gradient over the replicas, in place.
+
+    FSDP hands over one flat tensor: the shards of all parameters, one behind the other. Each is
+    compressed on its own, in its own shape, so that none is measured by the gradients of another.
+    """
 
     def __init__(
         self, engine: Engine, compressor: Compressor, name: str, module: Any, ways: Ways
@@ -70,38 +77,52 @@ class ReplicaAverage:
             if group is None:
                 raise InvalidArgument(later.text)
             self._ways.outcome.note(later)
-        dtype, spec = dtype_of(shard), str(self.compressor)
-        op, place = ReduceOp.AVERAGE, place_of(shard, engine=self._engine)
-        name = self._named(reduced(self._module(), shard.numel(), caller))
-        shape, self.places[name] = tuple(shard.shape), place
-        request = Request(
-            name, "allreduce", dtype, shape, op, spec, place=place, loaded=self.loaded
-        )
+        place = place_of(shard, engine=self._engine)
         staged = packed(shard, place)
-        try:
-            self._engine.submit(request, flat_at(staged, place), None, self.compressor).wait()
-        except (CompressionFailed, Mismatch) as error:
-            if group is None:
-                raise
-            shard.zero_()
-            failure = BackwardFailure(
-                Stage.ENCODE, type(error).__name__, self._in_all_ranks(str(error))
-            )
-            self._ways.outcome.note(failure, error)
-        else:
+        params = reduced(self._module(), shard.numel(), caller)
+        handles = self._submit(params, dtype_of(shard), flat_at(staged, place), place)
+        failed: CompressionFailed | Mismatch | None = None
+        for handle in handles:
+            try:
+                handle.wait()
+            except (CompressionFailed, Mismatch) as error:
+                failed = failed or error
+        if failed is None:
             self.count += 1
             unstage(staged, shard)
+            return
+        if group is None:
+            raise failed
+        shard.zero_()
+        failure = BackwardFailure(
+            Stage.ENCODE, type(failed).__name__, self._in_all_ranks(str(failed))
+        )
+        self._ways.outcome.note(failure, failed)
+
+    def _submit(
+        self, params: Reduced | None, dtype: str, values: Array, place: str
+    ) -> list[Handle]:
+        """Hand in the shard of each parameter, or all of ``values`` where these are not known."""
+        pieces: list[tuple[str, tuple[int, ...]]] = [("", (values.size,))]
+        if params is not None:
+            spans = [f"[{params.group}.{first}:{stop}]" for first, stop in params.spans]
+            pieces = list(zip(spans, params.shapes, strict=True))
+        spec, items, start = str(self.compressor), [], 0
+        for span, shape in pieces:
+            name, stop = self.name + span, start + math.prod(shape)
+            self.places[name] = place
+            request = Request(
+                name, "allreduce", dtype, shape, ReduceOp.AVERAGE, spec, place=place,
+                loaded=self.loaded,
+            )  # fmt: skip
+            items.append((request, values[start:stop], None, self.compressor))
+            start = stop
+        return self._engine.submit_all(items)
 
     def _in_all_ranks(self, text: str) -> str:
         """Return an error's ``text``, which names a rank of the replicas, with its rank of all."""
         origin = self._engine.comm.origin
         return re.sub(r"^rank (\d+):", lambda found: f"rank {origin[int(found[1])]}:", text)
-
-    def _named(self, params: Reduced | None) -> str:
-        """Return a name of its own for what is of some of the parameters alone."""
-        if params is None or (params.complete and params.group == 0):
-            return self.name
-        return f"{self.name}[{params}]"
 
 
 class HsdpState:
