@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from ringlet.job.objects import allgather_object
 from ringlet.job.process_sets import global_process_set
@@ -68,22 +70,33 @@ _SAME_METRICS = (
 class MetricAverageCallback(KerasCallback):
     """Average an epoch's metrics over all ranks; put it before callbacks that look at them.
 
-    All ranks need the same metrics (Mismatch). ``device`` is accepted for Horovod's sake.
+    A metric is a number, or an array of any shape, as of ``F1Score``; its mean is a float or a
+    float64 array. All ranks need the same metrics, of the same shapes (Mismatch). ``device`` is
+    accepted for Horovod's sake.
     """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Overwrite the numbers in ``logs``."""
+        """Overwrite the numbers and arrays in ``logs``."""
         logs = {} if logs is None else logs
         names = sorted(logs)
-        items = [(name, "") for name in names]
+        shapes = [np.shape(logs[name]) for name in names]
+        items = [
+            (n, str([*shape]) if shape else "") for n, shape in zip(names, shapes, strict=True)
+        ]
         agree("metrics", "metrics", items, global_process_set, _SAME_METRICS)
         if not names:
             return
-        means = averaged([float(logs[name]) for name in names], "metrics")
-        logs.update(zip(names, means, strict=True))
+        values: list[float] = []
+        for name, shape in zip(names, shapes, strict=True):
+            value = logs[name]
+            values += np.asarray(value, np.float64).ravel().tolist() if shape else [float(value)]
+        means = iter(averaged(values, "metrics"))
+        for name, shape in zip(names, shapes, strict=True):
+            of_one = [next(means) for _ in range(math.prod(shape))]
+            logs[name] = np.reshape(of_one, shape) if shape else of_one[0]
 
 
 class LearningRateScheduleCallback(KerasCallback):

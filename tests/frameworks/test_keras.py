@@ -240,6 +240,13 @@ def case_metrics_that_differ():
     with pytest.raises(hvd.HorovodInternalError, match=r"metrics: 'loss' is there on rank\(s\) 0"):
         callback.on_epoch_end(2, {"loss": 1.0} if hvd.rank() == 0 else None)
     callback.on_epoch_end(3, None)
+    logs = {"f1": np.full((2, 3), hvd.rank(), np.float32), "loss": float(hvd.rank())}
+    callback.on_epoch_end(4, logs)
+    assert logs["loss"] == 0.5
+    assert np.array_equal(logs["f1"], np.full((2, 3), 0.5))
+    said = r"metrics: 'f1' differs .*rank 0: \[2\]; rank 1: \[3\]"
+    with pytest.raises(hvd.HorovodInternalError, match=said):
+        callback.on_epoch_end(5, {"f1": np.zeros(2 + hvd.rank())})
 
 
 def case_a_gradient_that_one_rank_lacks():
