@@ -23,6 +23,7 @@ from ringlet.keras.checkpoint import (
 )
 from ringlet.keras.optimizer_state import learning_rate, scale_velocities, state_variables
 from ringlet.keras.value_collectives import averaged, broadcast_variables
+from ringlet.ring.callers import outside
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.residual_store import warn_of_other_ranks
 
@@ -31,8 +32,8 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
     """Start all ranks from rank ``root_rank``'s weights and optimizer state.
 
     Before the first batch, or after it where the model of some rank has no weights until then.
-    Random seeds stay each rank's own. ``device`` and ``local_variables`` are accepted for
-    Horovod's sake.
+    Random seeds stay each rank's own. Warns where Keras's own training step applies each rank's own
+    gradients. ``device`` and ``local_variables`` are accepted for Horovod's sake.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -44,6 +45,14 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast if all ranks have something to broadcast."""
         self._done = False
+        if current().rank == self.root_rank and _trains_alone(self.model):
+            warnings.warn(
+                f"{type(self.model.optimizer).__name__}, the model's optimizer, is no "
+                "DistributedOptimizer, so every rank trains a model of its own: wrap it before "
+                "compile(), and load saved models with hvd.load_model. A copy of a model, by "
+                "deepcopy or compile_from_config, has to be compiled again",
+                stacklevel=outside(),
+            )
         built = bool(self.model.built and self.model.weights)
         if averaged([built], "keras.broadcast_variables.built")[0] == 1.0:
             self._broadcast()
@@ -61,6 +70,17 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
         self._done = True
 
 
+def _trains_alone(model: Any) -> bool:
+    """Whether Keras's own training step applies gradients that no other rank has a part in."""
+    optimizer, step = getattr(model, "optimizer", None), getattr(type(model), "train_step", None)
+    pair = optimizer, getattr(optimizer, "inner_optimizer", None)  # of a LossScaleOptimizer
+    if current().size == 1 or any(hasattr(each, "_ringlet") for each in pair):
+        return False
+    own = [getattr(each, "__module__", "") for each in (step, type(optimizer))]
+    return all(name.partition(".")[0] in _KERAS for name in own)
+
+
+_KERAS = ("keras", "tf_keras")
 _SAME_METRICS = (
     "every rank has to report the same metrics: pass the same metrics= and loss= to compile(), and "
     "validation_data= on all ranks or on none"

@@ -388,6 +388,13 @@ def case_saved_models():
     assert int(halved.optimizer.inner_optimizer.iterations) == 8  # it went on from 4
     assert variables_equal([*halved.weights, *halved.optimizer.variables])
     (folder / f"narrow{rank}.keras").unlink()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in (plain, model):
+            fit(each, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)], epochs=1)
+    told = [str(w.message) for w in caught if "is no DistributedOptimizer" in str(w.message)]
+    assert len(told) == (rank == 0)
+    assert all(text.startswith("Adam, the model's optimizer") for text in told)
     for each in (model, again):
         keras.utils.set_random_seed(5)
         each.evaluate(*data(rank), verbose=0)
