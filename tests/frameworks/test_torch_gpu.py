@@ -309,9 +309,9 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", hvd.size)
 
     def body():
-        outs, way = [], on_both.direct()
+        outs, way, whole = [], on_both.direct(), torch.nn.Module()
         for spec in ("int8 | ef", "fp16", "block_topk | ef"):
-            ways = Ways(spec)
+            ways = Ways(spec, whole, ())
 
             def made(spec=spec, ways=ways):
                 scatter = CompressedReduceScatter(parse(spec), "m", sharded(*sizes), ways)

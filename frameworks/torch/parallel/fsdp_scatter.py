@@ -153,9 +153,9 @@ class CompressedReduceScatter(ReduceScatter):
 
         What a compressor raises, on any rank, is raised on all of them when backward ends.
         """
-        divisor = _divisor(op, group.size())
         caller = sys._getframe(1)
         way, replicas = self.ways.of_all(group, caller)
+        divisor = _divisor(op, way.comm.size)
         self.ways.outcome.expect(way.comm, None if replicas is None else replicas.comm)
         later = self.ways.look()
         if later is not None:
