@@ -72,7 +72,9 @@ def exchange_many(
 def exchange_in_turn(rank: int, tensors: Sequence[Exchanged], decay: float = 1.0) -> ExchangeOfMany:
     """Average left factors (rank x n) in even steps, right ones (rank x m) in odd, as ACP-SGD does.
 
-    As above; tensors need not be at the same step.
+    Tensors are matrices of n x m elements, the n being the first of the context's shape; they need
+    not be at the same step. All have a residual, or none has. Raises CompressorError for arrays
+    with gaps, before the first round.
     """
     from ringlet.compressors.kernels.cpu.lowrank import many as kernels
 

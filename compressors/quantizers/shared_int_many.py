@@ -30,7 +30,8 @@ def exchange_many(
 ) -> ExchangeOfMany:
     """Agree on scales (float32, one a bucket), then add the codes, integers of so many bits.
 
-    All tensors have a residual, or none has. Raises CompressorError for arrays with gaps, before
+    Tensors are flat, ``bucket`` elements have a scale, and codes up to ``levels`` of each sign. All
+    tensors have a residual, or none has. Raises CompressorError for arrays with gaps, before
     the first round.
     """
     from ringlet.compressors.kernels.cpu.quantizers import shared_int_many as kernels
