@@ -7,6 +7,7 @@ methods that take a single tensor, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,14 +19,22 @@ from ringlet.compressors.core.traits import Part, Payload
 
 Kernel = Callable[..., bool | None]
 Residual = Callable[[int, Context], Array | None]
+Key = Callable[[int, Context], int]
 Row = tuple[int, int, int, int]  # by column: where values and the residual lie, the key, the offset
 VALUES, RESIDUAL, KEY, OFFSET = range(4)
 LENGTH = 0  # the first column of a payload's row; the others are where its arrays lie
-ARRAYS = 3  # that a payload has at most
+ARRAYS = 4  # that a payload has at most
+
+_RUN = 1 << 17  # elements that kernels made of others take at once, while they are in the cache
 
 
 def no_residual(n: int, ctx: Context) -> None:
     """Return None: nothing is fed back."""
+
+
+def own_key(n: int, ctx: Context) -> int:
+    """Return the key of the tensor's own random numbers."""
+    return ctx.key()
 
 
 class Batched(NamedTuple):
@@ -33,11 +42,12 @@ class Batched(NamedTuple):
 
     ``encode(tensors, payloads, decay)`` and ``decode(outs, payloads, scale)`` take tables of
     addresses as ``kernels.cpu.common.batched`` has them, and ``encode_fed`` renews residuals
-    too. ``decode`` returns False where a payload has an index beyond its tensor. ``names`` are the
-    payload's arrays, three at most, in the kernels' order. Kernels that draw no random numbers are
-    given a key of 0. ``kept_in`` names the entry of a context's state in which ``residual`` finds
-    what it returns, where nothing else decides about that: it need not be asked again while the
-    state has the same array.
+    too; where there is none, feedback is what ``Compressor.feedback_into`` makes of the other two.
+    ``decode`` returns False where a payload has an index beyond its tensor. ``names`` are the
+    payload's arrays, four at most, in the kernels' order. ``key`` tells the key of a tensor's
+    random numbers; kernels that draw none are given 0. ``kept_in`` names the entry of a context's
+    state in which ``residual`` finds what it returns, where nothing else decides about that: it
+    need not be asked again while the state has the same array.
 
     A row for a whole tensor serves its pieces too, at the granularity that traits promise: what
     begins ``n`` elements later has its values, its residual and its offset ``n`` elements later.
@@ -47,12 +57,13 @@ class Batched(NamedTuple):
     layout: Callable[[int], Sequence[Part]]
     names: tuple[str, ...]
     encode: Kernel
-    encode_fed: Kernel
+    encode_fed: Kernel | None
     decode: Kernel
     draws: bool = False
     residual: Residual = no_residual
     decay: float = 1.0
     kept_in: str = ""
+    key: Key = own_key
 
     def table(self, payloads: Sequence[Payload], lengths: Sequence[int]) -> Array:
         """Return where payloads of so many elements lie; of use as long as they are there.
@@ -82,7 +93,7 @@ class Batched(NamedTuple):
         """Return the same of ``n`` values that lie ``at`` an address."""
         held = self.residual(n, ctx)
         kept = 0 if held is None else address(held, n)
-        return at, kept, ctx.key() if self.draws else 0, ctx.offset
+        return at, kept, self.key(n, ctx) if self.draws else 0, ctx.offset
 
     def encode_into(self, rows: Sequence[Row] | Array, payloads: Array) -> None:
         """Encode what ``values`` told of each tensor, into the payloads of a ``table``."""
@@ -90,6 +101,8 @@ class Batched(NamedTuple):
             return
         tensors = np.ascontiguousarray(rows, np.uint64)
         kernel = self.encode_fed if tensors[0, RESIDUAL] else self.encode
+        if kernel is None:
+            raise CompressorError(f"{self.label()} has no kernel that renews residuals")
         kernel(tensors, payloads, np.float32(self.decay))
 
     def sum_into(
@@ -146,6 +159,13 @@ class BatchedRounds(NamedTuple):
     takes: Callable[[tuple[int, ...]], bool]
     exchange: Callable[[Sequence[Exchanged]], ExchangeOfMany]
     exchange_fed: Callable[[Sequence[Exchanged], float], ExchangeOfMany] | None = None
+
+
+def runs(lengths: Array) -> list[slice]:
+    """Return the rows, in order, that fit a core's cache together; a long one is by itself."""
+    at = np.cumsum(lengths, dtype=np.int64) // _RUN
+    ends = [0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), len(lengths)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 def payload_row(n: int, places: Sequence[int]) -> list[int]:

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
+from ringlet.compressors.base.batched import Batched, no_residual
+from ringlet.compressors.base.composed_batches import chained
 from ringlet.compressors.base.contract import (
     Compressor,
     Exchange,
@@ -16,6 +18,7 @@ from ringlet.compressors.base.contract import (
     Round,
     Traits,
     encoded,
+    keeps,
     kept_losses,
 )
 from ringlet.compressors.base.feedback import scale
@@ -213,6 +216,18 @@ class Chain(Compressor, joins=True):
         with self._decoded(payload, out.size, ctx) as whole:
             self.first.accumulate(whole, out, ctx)
 
+    def batched(self) -> Batched | None:
+        """Both sides' kernels for many tensors a call, where both have them."""
+        own = keeps(self, Chain, "encode_into", "decompress", "accumulate", "keep_residual")
+        if not own or not keeps(self, Compressor, "sum_into", "feedback_into"):
+            return None
+        first, second = self.first.batched(), self.second.batched()
+        if first is None or second is None:
+            return None
+        if first.residual is not no_residual or second.residual is not no_residual:
+            return None
+        return chained(self.label, self.layout, self.part, self._count, first, second)
+
     def at(self, step: int) -> Compressor:
         """Chain what both sides' schedules say; in steps that first sends densely, nothing is."""
         first, second = self.first.at(step), self.second.at(step)
@@ -237,6 +252,10 @@ class Chain(Compressor, joins=True):
             else:
                 outer[name] = array
         return outer, inner
+
+    def _count(self, n: int) -> int:
+        """Return how many values first sends of ``n`` elements, in payloads of fixed size."""
+        return next(p.elements for p in self.first.layout(n) if p.name == self.part)
 
     def _values(self, outer: Payload, n: int, ctx: Context) -> AbstractContextManager[Array]:
         """Lend scratch for first's values, which chains within chains do not share."""

@@ -22,6 +22,7 @@ from ringlet.compressors.base.batched import (
     ExchangeOfMany,
     no_residual,
 )
+from ringlet.compressors.base.composed_batches import fed_back
 from ringlet.compressors.base.contract import (
     Exchange,
     Payload,
@@ -188,7 +189,10 @@ class ErrorFeedback(Modifier):
         if inner is None or inner.residual is not no_residual:
             return None
         kept_in = "" if self.reset else "residual"
-        return inner._replace(residual=self._lent, decay=self.decay, kept_in=kept_in)
+        fed = inner.encode_fed or fed_back(inner.encode, inner.decode)
+        return inner._replace(
+            encode_fed=fed, residual=self._lent, decay=self.decay, kept_in=kept_in
+        )
 
     def batched_rounds(self) -> BatchedRounds | None:
         """The wrapped compressor's, with residuals, where these are kept in float32."""

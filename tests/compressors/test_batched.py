@@ -14,6 +14,7 @@ from ringlet.compressors import (
     parse,
 )
 from ringlet.compressors.base.batched import Exchanged, addresses, starts_of
+from ringlet.compressors.base.chain import Chain
 from ringlet.compressors.base.contract import empty_payload
 
 SPECS = [
@@ -49,6 +50,14 @@ SPECS = [
     "block_topk(ratio=0.1, block=256, bits=16)",
     "block_topk(ratio=0.1, block=64, bits=8, dct=True) | ef(decay=0.5)",
     "block_topk(ratio=0.3, block=300, bits=2) | ef",
+    "topk(ratio=0.29) | int8",
+    "topk(ratio=0.29) | int8(bucket=32) | ef",
+    "topk(ratio=0.29) | minmax(bits=3, bucket=32) | ef(decay=0.5)",
+    "topk(ratio=0.5) | maxnorm(bits=3, stochastic=True) | ef",
+    "topk(ratio=0.5) | topk(ratio=0.3) | int4 | ef",
+    "topk(ratio=0.5) | onebit | ef",
+    "topk | fp16 | ef",
+    "block_topk(ratio=0.1) | fp8 | ef",
 ]
 LENGTHS = [1, 7, 64, 511, 512, 513, 1000]
 RANKS = 3
@@ -68,6 +77,12 @@ def contexts(stage):
         )
         for n in LENGTHS
     ]
+
+
+def arrays_in(state):
+    """Return what is remembered, also by what is chained or wrapped."""
+    for held in state.values():
+        yield from arrays_in(held) if isinstance(held, dict) else [held]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -96,7 +111,7 @@ def test_many_tensors_become_what_each_becomes_alone(spec, stage):
                 c.sum_into([payloads[i] for payloads in sent], out, ctx)
                 out *= np.float32(0.3)
         codes = [array for payloads in sent for p in payloads for array in p.values()]
-        ways.append(codes + outs + [held for ctx in around for held in ctx.state.values()])
+        ways.append(codes + outs + [held for ctx in around for held in arrays_in(ctx.state)])
     assert len(ways[0]) == len(ways[1])
     for one, other in zip(*ways, strict=True):
         assert one.tobytes() == other.tobytes()
@@ -147,9 +162,21 @@ def test_what_compresses_in_its_own_way_is_not_passed_over():
         "lossless",
         "int8 | ef(dtype='bf16')",
         "int8 | hadamard",
+        "topk | sidco",
         "qsgd | scaled",
     ):
         assert parse(spec).batched() is None
+    assert Chain(first=parse("topk"), second=parse("int8 | ef")).batched() is None  # remembers
+
+
+def test_no_one_takes_residuals_without_a_kernel_that_renews_them():
+    """Feedback behind it makes that kernel of the other two."""
+    c, x = parse("topk(ratio=0.1) | int8"), values(100, 0)
+    batched, payload = c.batched(), empty_payload(c, 100, Context())
+    table, residual = batched.table([payload], [100]), np.zeros(100, np.float32)
+    with pytest.raises(CompressorError, match="has no kernel that renews residuals"):
+        batched.encode_into([(x.ctypes.data, residual.ctypes.data, 0, 0)], table)
+    assert ErrorFeedback(inner=c).batched().encode_fed is not None
 
 
 def test_kernels_are_given_no_address_of_what_does_not_fit():

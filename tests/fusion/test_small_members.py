@@ -105,6 +105,8 @@ def test_results_are_those_of_each_member_alone(parts, dtype):
             "signsgd(bucket=32) | min_size(0)",
             "terngrad(bucket=32) | ef | min_size(0)",
             "topk(ratio=0.1) | ef",
+            "topk(ratio=0.3) | int8 | ef(decay=0.5)",
+            "topk(ratio=0.3) | maxnorm(stochastic=True) | ef",
         ]
     ),
     parts=st.sampled_from([1, PARTS]),

@@ -275,9 +275,19 @@ def _exchanged(
 
 
 def _same_memory(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(
-        same(np.asarray(one[name]), np.asarray(other[name])) for name in one
-    )
+    kept, wanted = _memory(one), _memory(other)
+    return kept.keys() == wanted.keys() and all(same(kept[name], wanted[name]) for name in kept)
+
+
+def _memory(state: State, within: str = "") -> dict[str, Array]:
+    """Return what is remembered, also in the states that a chain keeps for its second side."""
+    found: dict[str, Array] = {}
+    for name, held in state.items():
+        if isinstance(held, dict):
+            found |= _memory(held, f"{within}{name}/")
+        else:
+            found[within + name] = np.asarray(held)
+    return found
 
 
 CHECKS = (check_batched_tensors_agree, check_batched_rounds_agree)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
+import numpy as np
+from numba import carray, types
 
-from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits, is_finite
+from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits, is_finite, pointer
 from ringlet.ring.jit import jit
 
 _BLOCK = 1024
@@ -85,3 +86,26 @@ def settle(target: Any, indices: Any, decoded: Any, old: Any, residual: Any) -> 
     for j in range(indices.size):
         lost = target[indices[j]] - decoded[j]
         residual[indices[j]] = lost if is_finite(lost) else old[j]
+
+
+@jit
+def add_many(tensors: Any, payloads: Any, decay: Any, outs: Any) -> None:
+    """Do what ``add`` does for many tensors: rows are those of ``base.batched``.
+
+    ``outs`` (uint64) tells where each sum goes.
+    """
+    for t in range(outs.size):
+        n = types.intp(payloads[t, 0])
+        x = carray(pointer(tensors[t, 0]), n, np.float32)
+        residual = carray(pointer(tensors[t, 1]), n, np.float32)
+        add(x, residual, decay, carray(pointer(outs[t]), n, np.float32))
+
+
+@jit
+def keep_many(tensors: Any, payloads: Any, targets: Any, decoded: Any) -> None:
+    """Do what ``keep`` does for many tensors; targets and what is decoded lie at addresses."""
+    for t in range(targets.size):
+        n = types.intp(payloads[t, 0])
+        target = carray(pointer(targets[t]), n, np.float32)
+        sent = carray(pointer(decoded[t]), n, np.float32)
+        keep(target, sent, carray(pointer(tensors[t, 1]), n, np.float32))
