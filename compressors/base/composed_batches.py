@@ -6,6 +6,8 @@ What stands between two of them, a chain's values or a target, lies in scratch o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,70 +65,80 @@ def chained(
     ``part`` names first's array that second compresses, which has ``count(n)`` values for a tensor
     of ``n``. None where the payload has too many arrays, or where both draw random numbers.
     """
-    names = [name for name in first.names if name != part]
-    inner = [f"{part}.{name}" for name in second.names]
-    if len(names) + len(inner) > ARRAYS or (first.draws and second.draws):
+    outer = [name for name in first.names if name != part]
+    names = (*outer, *(f"{part}.{name}" for name in second.names))
+    if len(names) > ARRAYS or (first.draws and second.draws):
         return None
-    # Columns of a payload's row: the chain's own, and first's, in which the values have a place.
-    mine = [1 + place for place in range(len(names))]
-    theirs = [1 + first.names.index(name) for name in names]
-    values_in = 1 + first.names.index(part)
-    counts: dict[int, int] = {}
+    column = {name: 1 + place for place, name in enumerate(first.names)}
+    chain = _Chain(first, second, cache(count), column[part], [column[name] for name in outer])
+    drawing = first.draws or second.draws
+    return Batched(label, layout, names, chain.encode, None, chain.decode, drawing, key=chain.key)
 
-    def counted(lengths: Array) -> Array:
-        for n in lengths.tolist():
-            if n not in counts:
-                counts[n] = count(n)
-        return np.array([counts[n] for n in lengths.tolist()], np.uint64)
 
-    def outer_rows(payloads: Array, places: Array) -> Array:
-        """Return first's rows of payloads whose values lie at ``places``."""
-        rows = np.zeros_like(payloads)
-        rows[..., LENGTH], rows[..., values_in] = payloads[..., LENGTH], places
-        rows[..., theirs] = payloads[..., mine]
-        return rows
+class _Chain(NamedTuple):
+    """The kernels of both sides.
 
-    def inner_rows(payloads: Array, lengths: Array) -> Array:
-        """Return second's rows of payloads, of so many values."""
-        rows = np.zeros_like(payloads)
-        rows[..., LENGTH] = lengths
-        rows[..., 1 : 1 + len(inner)] = payloads[..., 1 + len(names) : 1 + len(names) + len(inner)]
-        return rows
+    In first's row of a payload the values' place is in the column ``values_in``, and the chain's
+    own arrays, from its first column on, are in those of ``outer``; behind them are second's.
+    """
 
-    def encode(tensors: Array, payloads: Array, decay: np.float32) -> None:
+    first: Batched
+    second: Batched
+    count: Callable[[int], int]
+    values_in: int
+    outer: Sequence[int]
+
+    def encode(self, tensors: Array, payloads: Array, decay: np.float32) -> None:
+        """Encode tensors with first, then its values with second."""
         for rows in runs(payloads[:, LENGTH]):
             own, sent = tensors[rows], payloads[rows]
-            lengths = counted(sent[:, LENGTH])
+            lengths = self._counts(sent[:, LENGTH])
             starts, total = _laid_out(lengths)
             values = np.empty(total, np.float32)
             places = addresses(values, starts)
-            first.encode(own, outer_rows(sent, places), decay)
+            self.first.encode(own, self._first_rows(sent, places), decay)
             given = np.zeros_like(own)  # a chain's payload is of a whole tensor: all begin at 0
             given[:, VALUES], given[:, KEY] = places, own[:, KEY]
-            second.encode(given, inner_rows(sent, lengths), _ONE)
+            self.second.encode(given, self._second_rows(sent, lengths), _ONE)
 
-    def decode(outs: Array, payloads: Array, scale: np.float32) -> bool | None:
+    def decode(self, outs: Array, payloads: Array, scale: np.float32) -> bool:
+        """Decode second's arrays into first's values, then those; False for an index beyond."""
         for rows in runs(payloads[0, :, LENGTH]):
             sent = np.ascontiguousarray(payloads[:, rows])
-            lengths = np.broadcast_to(counted(sent[0, :, LENGTH]), sent.shape[:2])
+            lengths = np.broadcast_to(self._counts(sent[0, :, LENGTH]), sent.shape[:2])
             starts, total = _laid_out(lengths.ravel())
             values = np.empty(total, np.float32)
             places = addresses(values, starts)
-            inside = inner_rows(sent, lengths).reshape(1, -1, 1 + ARRAYS)
-            if second.decode(places, inside, _ONE) is False:
+            inner = self._second_rows(sent, lengths).reshape(1, -1, 1 + ARRAYS)
+            if self.second.decode(places, inner, _ONE) is False:
                 return False
-            outside = outer_rows(sent, places.reshape(lengths.shape))
-            if first.decode(outs[rows], outside, scale) is False:
+            outer = self._first_rows(sent, places.reshape(lengths.shape))
+            if self.first.decode(outs[rows], outer, scale) is False:
                 return False
         return True
 
-    def key(n: int, ctx: Context) -> int:
-        if first.draws:
-            return first.key(n, ctx)
-        return second.key(count(n), ctx.child("chain", count(n)))
+    def key(self, n: int, ctx: Context) -> int:
+        """Return the key of the side that draws."""
+        if self.first.draws:
+            return self.first.key(n, ctx)
+        return self.second.key(self.count(n), ctx.child("chain", self.count(n)))
 
-    drawing = first.draws or second.draws
-    return Batched(label, layout, (*names, *inner), encode, None, decode, drawing, key=key)
+    def _counts(self, lengths: Array) -> Array:
+        return np.array([self.count(n) for n in lengths.tolist()], np.uint64)
+
+    def _first_rows(self, payloads: Array, places: Array) -> Array:
+        """Return first's rows of payloads whose values lie at ``places``."""
+        rows = np.zeros_like(payloads)
+        rows[..., LENGTH], rows[..., self.values_in] = payloads[..., LENGTH], places
+        rows[..., self.outer] = payloads[..., 1 : 1 + len(self.outer)]
+        return rows
+
+    def _second_rows(self, payloads: Array, lengths: Array) -> Array:
+        """Return second's rows of payloads, of so many values."""
+        rows, arrays, before = np.zeros_like(payloads), len(self.second.names), len(self.outer)
+        rows[..., LENGTH] = lengths
+        rows[..., 1 : 1 + arrays] = payloads[..., 1 + before : 1 + before + arrays]
+        return rows
 
 
 def _laid_out(lengths: Array) -> tuple[Array, int]:
