@@ -461,14 +461,18 @@ def test_interrupting_ends_the_connections_of_a_block_and_no_others() -> None:
 
 def job(transport: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["-m", "ringlet", "run", "-np", "3", "--transport", transport, "--no-prefix"]
-    return subprocess.run(
-        [sys.executable, *command, sys.executable, str(WORKER), *arguments],
-        env=os.environ | {"RINGLET_HEARTBEAT": "2"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    try:
+        return subprocess.run(
+            [sys.executable, *command, sys.executable, str(WORKER), *arguments],
+            env=os.environ | {"RINGLET_HEARTBEAT": "2"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = [(text or b"").decode(errors="replace") for text in (error.stdout, error.stderr)]
+        raise AssertionError("\n".join([str(error), *said])) from None
 
 
 Result = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -6,6 +6,7 @@ the rank is -1, none freezes.
 """
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ class Handler:
         return [f"rank {rank} is gone: {why}".encode()]
 
 
+faulthandler.dump_traceback_later(100)  # where it hangs, before the test gives up
 victim, idle = int(sys.argv[1]), "idle" in sys.argv
 comm = connect()
 control = open_control(comm, Handler() if comm.rank == 0 else None)
