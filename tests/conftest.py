@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -148,11 +149,14 @@ def _preloaded(request, servers):
         return
     (framework,) = mark.args
 
+    starting = threading.RLock()  # a test may start programs in several threads
+
     def server(which, of=framework):
-        if (of, which) not in servers:
-            base = server("", "torch") if (of, which) != ("torch", "") else None
-            servers[of, which] = fork_server.Server(of, which, base)
-        return servers[of, which]
+        with starting:
+            if (of, which) not in servers:
+                base = server("", "torch") if (of, which) != ("torch", "") else None
+                servers[of, which] = fork_server.Server(of, which, base)
+            return servers[of, which]
 
     class Popen(fork_server.Popen):
         server_of = staticmethod(server)

@@ -470,8 +470,10 @@ class Server:
     ``which`` is one of VARIANTS, or empty. It is forked from ``base`` itself, if there is one.
     """
 
+    # One of all servers: whether this process takes in orphans is a setting of the process.
+    _lock = threading.Lock()
+
     def __init__(self, framework: str, which: str = "", base: Server | None = None) -> None:
-        self._lock = threading.Lock()
         self._link, end = socket.socketpair()
         command = [sys.executable, __file__, which or framework, str(end.fileno())]
         env = {**os.environ, **ONE_THREAD, "OMP_NUM_THREADS": "1"}
@@ -517,7 +519,6 @@ class Starter(Server):
     """A server that this process forks, and that is as this process is now."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._link, end = socket.socketpair()
         pid = os.fork()
         if pid == 0:

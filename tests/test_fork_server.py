@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fork_server
@@ -75,6 +76,23 @@ def test_it_ends_as_the_interpreter_would(program, code, said):
     last = [text.splitlines(keepends=True)[-1:] for text in (forked.stderr, err, said)]
     assert last[0] == last[1] == last[2]
     assert "fork_server" not in forked.stderr
+
+
+def test_programs_of_two_servers_are_children_of_who_started_them():
+    """Whether a process takes in orphans is a setting of the process: servers take turns."""
+    first = subprocess.Popen.server_of("")
+    second = fork_server.Server("torch", "", first)
+
+    def codes(server):
+        program = fork_server.Program([sys.executable, "-c", "raise SystemExit(3)"])
+        for _ in range(20):
+            pid = server.start(program, dict(os.environ), os.getcwd(), {0: 0, 1: 1, 2: 2}, False)
+            yield os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda server: list(codes(server)), (first, second)))
+    second.close()
+    assert found == [[3] * 20] * 2
 
 
 def test_it_is_one_programs_own_signal_that_ends_it():
