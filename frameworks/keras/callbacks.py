@@ -24,6 +24,7 @@ from ringlet.keras.checkpoint import (
 from ringlet.keras.optimizer_state import learning_rate, scale_velocities, state_variables
 from ringlet.keras.value_collectives import averaged, broadcast_variables
 from ringlet.ring.callers import outside
+from ringlet.shared.gradients import GradientReducer
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.residual_store import warn_of_other_ranks
 
@@ -80,6 +81,12 @@ def _trains_alone(model: Any) -> bool:
     return all(name.partition(".")[0] in _KERAS for name in own)
 
 
+def _reducer(model: Any) -> GradientReducer | None:
+    """Return what reduces the gradients of a model's DistributedOptimizer, if it has one."""
+    found = getattr(getattr(model, "optimizer", None), "_ringlet", None)
+    return found if isinstance(found, GradientReducer) else None
+
+
 _KERAS = ("keras", "tf_keras")
 _SAME_METRICS = (
     "every rank has to report the same metrics: pass the same metrics= and loss= to compile(), and "
@@ -91,8 +98,8 @@ class MetricAverageCallback(KerasCallback):
     """Average an epoch's metrics over all ranks; put it before callbacks that look at them.
 
     A metric is a number, or an array of any shape, as of ``F1Score``; its mean is a float or a
-    float64 array. All ranks need the same metrics, of the same shapes (Mismatch). ``device`` is
-    accepted for Horovod's sake.
+    float64 array. Raises Mismatch, on all ranks, where they have other metrics, or other shapes of
+    them, or where one has fewer batches in an epoch. ``device`` is accepted for Horovod's sake.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -100,6 +107,8 @@ class MetricAverageCallback(KerasCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Overwrite the numbers and arrays in ``logs``."""
+        if (reducer := _reducer(self.model)) is not None:  # else ranks might wait for each other
+            reducer.end_epoch()
         logs = {} if logs is None else logs
         names = sorted(logs)
         shapes = [np.shape(logs[name]) for name in names]

@@ -31,7 +31,7 @@ from ringlet.shared.arrays import all_finite, allocate, flat
 from ringlet.shared.drift import Drift
 from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
-from ringlet.shared.model_agreement import UNUSED, agree, common_names
+from ringlet.shared.model_agreement import EPOCH_ENDS, UNUSED, agree, common_names
 from ringlet.shared.requests import check_predivide
 from ringlet.shared.residual_store import (
     fit_all,
@@ -235,6 +235,27 @@ class GradientReducer:
             self.drift.ended()
             return results
 
+    def end_epoch(self) -> None:
+        """Raise Mismatch, on all ranks, where some end an epoch and others reduce gradients.
+
+        Collective: every rank calls it behind the last reduction of an epoch.
+        """
+        with self._lock:
+            process_set = self.settings.process_set
+            if not process_set.included() or process_set.size() == 1:
+                return
+            self._bind(current())
+            if not self._agreed:
+                self._agree()
+            while self.settings.guard and not self._all_finite([]):
+                pass  # others skip a step for an overflow, and tell with the next one
+            self._beside = None
+            self._changes.begin(EPOCH_ENDS)
+            try:
+                self._compare([(EPOCH_ENDS, "")])
+            finally:
+                self._changes.end()  # the list of the next step is no other one than the last
+
     def go_to(self, step: int) -> None:
         """Let the next reduction be that of ``step``, with the groups that there are.
 
@@ -322,6 +343,9 @@ class GradientReducer:
         """Return names for ``slots``, which are those of all ranks. Raises Mismatch if not."""
         items = [(slot.name, slot.describe()) for slot in slots]
         items += [(name, UNUSED) for name in unused]
+        return self._compare(items)[: len(slots)]
+
+    def _compare(self, items: Sequence[tuple[str, str]]) -> list[str]:
         changed = self._changes.changed
         which = f"change{self._changes.call}" if changed else len(self._steps)
         where = f"{self._label}.{which}", items, self.settings.process_set
@@ -332,7 +356,7 @@ class GradientReducer:
             if beside is not None:
                 label, told = f"{where[0]}.beside", [(beside.name, beside.value)]
                 agree(self._kind, label, told, self.settings.process_set, beside.cure)
-            return common_names(f"gradients of {self._kind}", *where)[: len(slots)]
+            return common_names(f"gradients of {self._kind}", *where)
         except Mismatch:
             self.pass_over()
             raise

@@ -32,6 +32,13 @@ _USE = (
     " a term that is zero there, such as 0.0 * keras.ops.sum(variable)"
 )
 
+EPOCH_ENDS = "the end of an epoch"  # what a rank has in the place of gradients
+_MORE_BATCHES = (
+    "rank(s) {ended} ended an epoch, and rank(s) {others} went on to another batch in it: give all "
+    "ranks equally many batches, for example with steps_per_epoch, and let a callback that ends "
+    "training within an epoch, such as TerminateOnNaN, do so on all ranks"
+)
+
 
 def agree(
     what: str, label: str, items: Items, process_set: ProcessSet, remedy: str = SAME_MODEL
@@ -112,6 +119,10 @@ def _difference(
 ) -> Mismatch:
     ranks = list(process_set.ranks or range(len(lists)))
     tables = [dict(one) for one in lists]
+    ended = [rank for rank, table in zip(ranks, tables, strict=True) if EPOCH_ENDS in table]
+    if ended:
+        others = [rank for rank in ranks if rank not in ended]
+        return Mismatch(_MORE_BATCHES.format(ended=_listed(ended), others=_listed(others)))
     for name in dict.fromkeys(name for one in tables for name in one):
         having = [rank for rank, table in zip(ranks, tables, strict=True) if name in table]
         if len(having) < len(ranks):

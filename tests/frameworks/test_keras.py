@@ -249,6 +249,27 @@ def case_metrics_that_differ():
         callback.on_epoch_end(5, {"f1": np.zeros(2 + hvd.rank())})
 
 
+def case_one_rank_has_more_batches_in_an_epoch():
+    said = (
+        r"rank\(s\) {} ended an epoch, and rank\(s\) {} went on to another batch in it: give all "
+        "ranks equally many batches"
+    )
+    plain, scaled = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
+    average = hvd.callbacks.MetricAverageCallback()
+    for made_by, spec in ((plain, None), (lambda rate: scaled(plain(rate)), "int8 | ef")):
+        model = small()
+        model.compile(hvd.DistributedOptimizer(made_by(0.01), compression=spec), "mse")
+        for odd in (0, 1):
+            x, y = data(hvd.rank(), 96 if hvd.rank() == odd else 64)
+            x[64:80] = x[64:80] if made_by is plain else np.inf  # a step that is skipped
+            with pytest.raises(hvd.HorovodInternalError, match=said.format(1 - odd, odd)):
+                model.fit(x, y, batch_size=16, verbose=0, callbacks=[average], shuffle=False)
+            assert variables_equal(model.weights)
+        fit(model, [average])
+        assert variables_equal(model.weights)
+        assert int(model.optimizer.iterations) == 16
+
+
 def case_a_gradient_that_one_rank_lacks():
     """The model is the same, and not blamed."""
     used = keras.Variable(np.ones(3, np.float32), name="used")

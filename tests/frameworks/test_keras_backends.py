@@ -117,6 +117,10 @@ def main():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     with pytest.raises(hvd.HorovodInternalError, match="'odd' differs between ranks"):
         optimizer.apply([keras.ops.ones(3 + rank)], [odd])
+    model = made(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+    average, rows = hvd.callbacks.MetricAverageCallback(), 64 if rank else 32
+    with pytest.raises(hvd.HorovodInternalError, match=r"rank\(s\) 0 ended an epoch"):
+        model.fit(x[:rows], x[:rows, :4], 16, verbose=0, callbacks=[average])
     print("mistakes", flush=True)
     {"torch": on_torch, "jax": on_jax}[keras.config.backend()](made, fit)
 
