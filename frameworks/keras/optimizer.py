@@ -96,7 +96,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     ``optimizer`` is one of Keras 3, or of tf_keras (its ``optimizers.legacy`` too).
     The result is an instance of a subclass of the optimizer's class that shares its variables and
     is saved as the original; use it instead, in ``model.compile`` or by ``apply``. Its
-    ``from_config`` makes one that is distributed in the same way. A
+    ``from_config`` makes one that is distributed in the same way. Wrapped again, such as with
+    another ``compression``, the original goes on with momenta and with what was held back. A
     LossScaleOptimizer is wrapped from outside: when one rank's gradients overflow, all ranks skip
     the step, and residuals stay as they are.
 

@@ -14,7 +14,7 @@ from ringlet.shared.gradients import GradientReducer, Staying
 from ringlet.shared.model_agreement import of_config, unique
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, identity, name_of
-from ringlet.shared.wrapping import wrapped
+from ringlet.shared.wrapping import Original, last_made, note_made, wrapped
 
 _BROADCAST = (
     "put callbacks.BroadcastGlobalVariablesCallback(0) among the callbacks of fit, or call "
@@ -30,6 +30,7 @@ class Reducing:
     """
 
     _ringlet: GradientReducer
+    _ringlet_original: Original
     _ringlet_accumulator: Accumulator
     _ringlet_staying: tuple[Staying, Accumulator]
     _ringlet_groups: Any
@@ -152,15 +153,18 @@ def made_of(
         return made_of(again, mixin, kind, scales, title, None, replace(options))
 
     content = {"from_config": classmethod(from_config), "__module__": base.__module__}
+    if (before := last_made(optimizer)) is not None:
+        before._ringlet_original.take_back(before)
     made = wrapped(optimizer, mixin, kind(base), content)
+    told |= options.passes
+    reducer = GradientReducer(
+        "DistributedOptimizer", settings, name or title, told=told, cure=_BROADCAST
+    )
+    if before is not None:
+        reducer.inherit(before._ringlet)
     made.__dict__.update(
-        _ringlet=GradientReducer(
-            "DistributedOptimizer",
-            settings,
-            name or title,
-            told=told | options.passes,
-            cure=_BROADCAST,
-        ),
+        _ringlet=reducer,
+        _ringlet_original=Original(optimizer),
         _ringlet_accumulator=options.accumulator(),
         _ringlet_staying=(Staying("local variables", settings), options.accumulator()),
         _ringlet_groups=options.grouping,
@@ -173,6 +177,7 @@ def made_of(
     # To ask the older ones of tf_keras makes the rate's variable, ahead of the others.
     if "learning_rate" in getattr(made, "_hyper", ["learning_rate"]):
         made._ringlet.rate = partial(_rate, weakref.ref(made))
+    note_made(optimizer, made)
     return made
 
 

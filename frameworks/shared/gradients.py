@@ -17,7 +17,7 @@ import numpy as np
 from ringlet.compressors import NoCompression, Router
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.edition import edition
-from ringlet.compressors.states import bare
+from ringlet.compressors.states import bare, carry_over, prescale
 from ringlet.fusion import Request
 from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet, global_process_set
@@ -286,6 +286,41 @@ class GradientReducer:
         """Return a copy of what compressors remember, for ``go_back``."""
         with self._lock:
             return Snapshot(copy.deepcopy(self.memory.states), self.step, self.memory.among)
+
+    def inherit(self, before: GradientReducer) -> None:
+        """Go on with what ``before`` remembers, which forgets it: an optimizer is wrapped again.
+
+        The first rank warns of what is forgotten, under another spec, op or process set.
+        """
+        settings, old = self.settings, before.settings
+        if not settings.process_set.included() or not old.process_set.included():
+            return
+        with before._lock:
+            given, step, among = (
+                copy.deepcopy(before.memory.states),
+                before.step,
+                before.memory.among,
+            )
+            before.load({}, step)
+        if old.process_set is not settings.process_set or old.op is not settings.op:
+            lost = ["what is of another op or process set"] * (not all(map(bare, given.values())))
+            given = {}
+        else:
+            lost = []
+            how = old.process_set.size(), old.averages, old.predivide
+            for name, state in given.items():
+                then, now = old.router(name), settings.router(name)
+                if forgotten := carry_over(state, then, now, *how):
+                    lost.append(
+                        f"{forgotten} of {name!r}, which {then} kept and {now} has no use for"
+                    )
+                prescale(state, now, old.predivide / settings.predivide)
+        with self._lock:
+            self.memory.among, self.step = among, step
+            replace_states(self.memory.states, given, step)
+        if lost and settings.process_set.rank() == 0:
+            more = f"; and so on of {len(lost) - 1} more" if len(lost) > 1 else ""
+            log.warning("%s is wrapped again, and forgets %s%s", self.title, lost[0], more)
 
     @property
     def process_set(self) -> ProcessSet:

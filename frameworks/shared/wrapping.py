@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
+
+# Of each optimizer what it was wrapped as last: whoever wraps it again takes over from that.
+_made: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_NOTHING = object()
 
 
 def wrapped(
@@ -27,3 +32,35 @@ def refuse_wrapped(optimizer: object, mixins: type | tuple[type, ...]) -> None:
         raise ValueError(
             "this optimizer is a DistributedOptimizer already; wrap the original optimizer"
         )
+
+
+class Original:
+    """What ``wrapped`` was given, and its attributes at that time."""
+
+    def __init__(self, original: Any) -> None:
+        self._original, self._given = original, dict(vars(original))
+
+    def take_back(self, made: Any) -> None:
+        """Give the original what ``made`` has set since, such as momenta, and it has not itself."""
+        own = vars(self._original)
+        for key, value in vars(made).items():
+            given = self._given.get(key, _NOTHING)
+            changed = value is not given and own.get(key, _NOTHING) is given
+            if changed and key != "name" and not key.startswith("_ringlet"):
+                own[key] = value
+
+
+def last_made(original: Any) -> Any:
+    """Return the optimizer that ``original`` was wrapped as last, if it is still there."""
+    found = _made.get(_innermost(original))
+    return None if found is None else found()
+
+
+def note_made(original: Any, made: Any) -> None:
+    """Let ``last_made`` return ``made`` from now on."""
+    _made[_innermost(original)] = weakref.ref(made)
+
+
+def _innermost(optimizer: Any) -> Any:
+    """Return an optimizer, or the one in it, such as one in another that has a loss scale."""
+    return getattr(optimizer, "inner_optimizer", optimizer)

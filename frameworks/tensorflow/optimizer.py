@@ -22,7 +22,7 @@ from ringlet.shared.gradients import GradientReducer
 from ringlet.shared.model_agreement import of_attributes, unique
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, name_of
-from ringlet.shared.wrapping import refuse_wrapped, wrapped
+from ringlet.shared.wrapping import last_made, note_made, refuse_wrapped, wrapped
 from ringlet.tensorflow.ops.bridge import as_written, in_graph
 from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES, reduced
 
@@ -128,20 +128,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     title = name or optimizer.get_name()
     told = {"the class of the optimizer": type(optimizer).__name__, **of_attributes(optimizer)}
     made = wrapped(optimizer, _Distributed)
+    told |= options.passes
+    reducer = GradientReducer(
+        "DistributedOptimizer", options.settings(), title, told=told, cure=BROADCAST_VARIABLES
+    )
+    if (before := last_made(optimizer)) is not None:
+        reducer.inherit(before._ringlet)
     made.__dict__.update(
-        _ringlet=GradientReducer(
-            "DistributedOptimizer",
-            options.settings(),
-            title,
-            told=told | options.passes,
-            cure=BROADCAST_VARIABLES,
-        ),
+        _ringlet=reducer,
         _ringlet_accumulator=options.accumulator(),
         _ringlet_groups=options.grouping,
         _ringlet_ends=None,
         _ringlet_trained=(),
         _optimizer=optimizer,  # where Horovod's users look for what they wrapped
     )
+    note_made(optimizer, made)
     _made.add(made)
     return made
 

@@ -270,6 +270,36 @@ def case_one_rank_has_more_batches_in_an_epoch():
         assert int(model.optimizer.iterations) == 16
 
 
+def case_an_optimizer_that_is_wrapped_again():
+    """It goes on: with momenta that it has not seen itself, and with what was held back."""
+    scaled = keras.optimizers.LossScaleOptimizer
+    gradient = np.random.default_rng(hvd.rank()).normal(size=4000).astype("float32")
+    for wrap in (lambda own: own, lambda own: scaled(own, 1.0)):
+        own = wrap(keras.optimizers.SGD(1.0, momentum=0.5))
+        variable = keras.Variable(np.zeros(4000, np.float32), name="x")
+        first = hvd.DistributedOptimizer(own, compression="topk(ratio=0.1) | ef")
+        first.apply([keras.ops.convert_to_tensor(gradient)], [variable])
+        sent, owed = -variable.numpy(), first.residual_norm()
+        again = hvd.DistributedOptimizer(
+            own, "another", compression="int8 | ef", gradient_predivide_factor=2.0
+        )
+        assert again.residual_norm() == pytest.approx(owed / 2)
+        assert (first.residual_norm(), owed > 0, again.name) == (0, True, "another")
+        again.apply([keras.ops.convert_to_tensor(gradient)], [variable])
+        assert [*map(id, again.variables)] == [*map(id, first.variables)]
+        assert int(again.iterations) == 2
+        # Two means in all: that of the first step, half of it once more, and what is left.
+        total = np.asarray(hvd.allreduce(2 * gradient))
+        assert np.abs(-variable.numpy() - 0.5 * sent - total).max() < 0.1
+        assert variables_equal([variable, *again.variables])
+        texts = []
+        with warned(texts):
+            plain = hvd.DistributedOptimizer(own)
+        said = "is wrapped again, and forgets ['residual'] of 'x', which int8 | ef kept"
+        assert [said in text for text in texts] == [True] * (hvd.rank() == 0)
+        assert plain.residual_norm() == again.residual_norm() == 0
+
+
 def case_a_gradient_that_one_rank_lacks():
     """The model is the same, and not blamed."""
     used = keras.Variable(np.ones(3, np.float32), name="used")

@@ -142,6 +142,23 @@ def case_own_loops():
         assert grown.numpy().tolist() == [-1.0 - hvd.rank()]
 
 
+def case_an_optimizer_that_is_wrapped_again():
+    for make in (kinds()["sgd"], kinds()["older adam"]):
+        own, model = make(), made()
+        first = hvd.DistributedOptimizer(own, compression="topk(ratio=0.1) | ef")
+        model.compile(first, "mse")
+        fit(model, epochs=1)
+        owed, before = first.residual_norm(), [v.numpy() for v in everything(model)]
+        again = hvd.DistributedOptimizer(own, compression="int8 | ef")
+        assert (again.residual_norm(), first.residual_norm()) == (owed, 0)
+        model.compile(again, "mse")
+        after = [v.numpy() for v in everything(model)]
+        assert len(before) == len(after)
+        assert all(map(np.array_equal, before, after))
+        fit(model, epochs=1)
+        assert variables_equal(everything(model))
+
+
 def case_an_optimizer_without_a_learning_rate():
     class Adding(tf_keras.optimizers.legacy.Optimizer):
         def _resource_apply_dense(self, grad, var, apply_state=None):
