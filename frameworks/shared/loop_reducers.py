@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,16 @@ class LoopReducers:
             reducer.memory.keep_steps()
         key = kind, id(reducer.settings.process_set)  # which the reducer keeps alive
         self._entries[key] = _Entry(reducer, [weakref.ref(variable) for variable in variables])
+
+    def where(
+        self, chosen: Callable[[Any], bool], process_set: ProcessSet
+    ) -> list[GradientReducer]:
+        """Return those of a process set whose kind is ``chosen``."""
+        return [
+            entry.reducer
+            for (kind, among), entry in self._entries.items()
+            if among == id(process_set) and not entry.is_stale() and chosen(kind)
+        ]
 
     def of(self, variables: Iterable[Any]) -> list[GradientReducer]:
         """Return those for some of ``variables``, in the order of their first steps."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -187,9 +189,19 @@ def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str])
     reducer = loops.find(kind, settings.process_set)
     if reducer is None:  # an id says nothing once its variable is gone
         reducer = loops.inherit(kind, settings) or _made(settings)
+        if isinstance(reducer, TapeReducer):
+            reducer.others = [
+                weakref.ref(other)
+                for other in loops.where(partial(_of_another_spec, kind), settings.process_set)
+            ]
         lasts = [v for v, lasts in zip(held, lasting, strict=True) if lasts]
         loops.add(kind, reducer, lasts)
     return reducer
+
+
+def _of_another_spec(own: Any, kind: Any) -> bool:
+    (_, settings, variables), (_, other_settings, other_variables) = own, kind
+    return bool(settings[1:] == other_settings[1:] and variables == other_variables)
 
 
 def _made(settings: Settings) -> GradientReducer:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any
 
 from ringlet.job.session import Runtime, current
 from ringlet.ring.dtypes import Array
@@ -14,6 +16,8 @@ from ringlet.shared.gradients import Beside, GradientReducer, Settings, Slot
 from ringlet.shared.list_changes import ListTurns
 from ringlet.shared.model_agreement import UNUSED, agree, common_names
 from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES
+
+log = logging.getLogger("ringlet")
 
 KIND, TITLE = "DistributedGradientTape", "GradientTape"
 _KNOWN = "that their gradients were reduced before"
@@ -34,6 +38,8 @@ class TapeReducer(GradientReducer):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(KIND, settings, TITLE, cure=BROADCAST_VARIABLES)
+        # What has reduced gradients of the same variables under another spec.
+        self.others: list[weakref.ref[GradientReducer]] = []
         self._turns: _Turns
         self._numbers: dict[tuple[Slot, ...], int] = {}  # of its lists, among those of all
 
@@ -82,6 +88,29 @@ class TapeReducer(GradientReducer):
         # One rank that is left, or has begun alone, takes no turns before it binds.
         self._turns = _turns(runtime, self.settings.process_set.number())
         self._changes = self._turns.lists
+
+    def _declared(self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime) -> Any:
+        others, self.others = self.others, []
+        if others and self.settings.process_set.rank() == 0 and not self.memory.norm():
+            self._warn_of_former([other for each in others if (other := each()) is not None])
+        return super()._declared(slots, names, runtime)
+
+    def _warn_of_former(self, others: Sequence[GradientReducer]) -> None:
+        """Warn of what is held back under a spec that was that of several steps, and is no more.
+
+        Tapes that take turns have had one step each.
+        """
+        for other in others:
+            if other.step > 1 and (norm := other.memory.norm()):
+                log.warning(
+                    "the compression of DistributedGradientTape was %s for %d steps and is %s now: "
+                    "a residual of norm %.3g waits until tapes have the former again. To go on "
+                    "with it under the new one, hand it over on all ranks before the first step: "
+                    "hvd.CompressorState(new_tape, variables).deserialize("
+                    "hvd.CompressorState(old_tape, variables).serialize())",
+                    other.settings.router, other.step, self.settings.router, norm,
+                )  # fmt: skip
+                return
 
     def _forget(self) -> None:
         super()._forget()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import gc
+import logging
 import re
 import tempfile
 import threading
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,18 @@ from ringlet.tensorflow.tape import reducer_of_tape
 pytestmark = pytest.mark.preloaded("tensorflow")
 
 SPECS = (None, "fp16", "bf16", "int8 | ef", "topk(ratio=0.05) | ef", "powersgd(rank=2) | ef")
+
+
+@contextmanager
+def warned(texts):
+    """Add to ``texts`` what is logged meanwhile."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("ringlet").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("ringlet").removeHandler(handler)
 
 
 def function(body):
@@ -124,6 +138,45 @@ def case_tape_structures():
         hvd.DistributedGradientTape("tape")
     with pytest.raises(ValueError, match="predivide_factor needs op=Average"):
         hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0)
+
+
+def case_a_tape_whose_compression_changes():
+    """What is held back under the former is told of, and can be handed over."""
+    gradient = np.random.default_rng(hvd.rank()).normal(size=4000).astype("float32")
+
+    def taped():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * gradient)
+        return tape, loss
+
+    def sent(spec):
+        tape, loss = taped()
+        return hvd.DistributedGradientTape(tape, compression=spec).gradient(loss, variable)
+
+    for way in ("told", "handed over", "in turns"):
+        variable = tf.Variable(np.zeros(4000, np.float32), name="x")
+        specs = ["topk(ratio=0.1) | ef", "int8 | ef"]
+        texts: list[str] = []
+        total = np.zeros(4000)
+        with warned(texts):
+            if way == "in turns":
+                for i in range(6):
+                    sent(specs[i % 2])
+            else:
+                for _ in range(3):
+                    total += sent(specs[0])
+                if way == "handed over":
+                    tapes = [
+                        hvd.DistributedGradientTape(taped()[0], compression=spec) for spec in specs
+                    ]
+                    old, new = [hvd.CompressorState(tape, [variable]) for tape in tapes]
+                    new.deserialize(old.serialize())
+                for _ in range(2):
+                    total += sent(specs[1])
+        said = "was topk(ratio=0.1) | ef for 3 steps and is int8 | ef now: a residual of norm"
+        assert [said in text for text in texts] == [True] * (way == "told" and hvd.rank() == 0)
+        off = np.abs(total - np.asarray(hvd.allreduce(5 * gradient))).max()
+        assert (off < 0.2) == (way == "handed over")
 
 
 def case_outer_tape():
