@@ -913,6 +913,17 @@ def case_compat_v1():
     assert str(half._ringlet.settings.router) == "bf16"
 
 
+def case_an_optimizer_of_compat_v1_that_is_wrapped_again():
+    gradient = np.random.default_rng(hvd.rank()).normal(size=4000).astype("float32")
+    variable = tf.Variable(np.zeros(4000, np.float32), name="x")
+    own = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+    for spec in ("topk(ratio=0.1) | ef", "int8 | ef"):
+        optimizer = hvd.DistributedOptimizer(own, compression=spec)
+        optimizer.minimize(lambda: tf.reduce_sum(variable * gradient), var_list=[variable])
+    total = np.asarray(hvd.allreduce(2 * gradient))
+    assert np.abs(-variable.numpy() - total).max() < 0.1  # with what the first held back
+
+
 def case_two_optimizers_in_one_session():
     """A session runs their nodes in any order: here each rank's begins with another one."""
     rank, size = hvd.rank(), hvd.size()
