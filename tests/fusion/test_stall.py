@@ -174,15 +174,18 @@ def test_a_straggler_is_named_with_how_much_it_is_late_and_only_then():
     assert stragglers.report() == ""
 
 
-def test_the_log_names_a_slow_rank(caplog):
+def test_the_log_names_a_slow_rank(caplog, monkeypatch):
+    # As many as a second has on a machine that has ten times as much to do.
+    monkeypatch.setattr("ringlet.fusion.negotiation.stragglers._BUCKETS", 4)
+
     def body(comm):
         engine = Engine(comm, open_control, Limits(stall_warning=1.0))
         request = Request("w", shape=(2000,), spec="int8")
         try:
             group = engine.declare("model", [request], [parse("int8")], [{}])
-            for _ in range(60):
+            for _ in range(20):
                 if comm.rank == 2:
-                    time.sleep(0.03)
+                    time.sleep(0.1)
                 group.submit("w", np.ones(2000, np.float32))
                 group.wait(60)
         finally:
