@@ -98,7 +98,8 @@ class Loop:
         self._extensions, self._life = extensions, life
         self._announcements = Announcements(control)
         self._check_every, self._checked = check_every, time.monotonic()
-        self._looked, self._severed = time.monotonic(), 0  # and how often in a row
+        self._looked = time.monotonic()  # at connections, last
+        self._severed = 0  # looks in a row that found one ended
         hold(self)  # the coordinator tells why a collective failed
 
     def run(self) -> None:

@@ -78,7 +78,9 @@ class Engine:
         self._tensor_queue, self._signal = self._requester.tensor_queue, self._requester.signal
         self._worker = Worker(comm, self._control, limits, self._tensor_queue, self._signal, places)
         life = self._life
-        self.extensions = Extensions(comm, self._control, self._worker, self._expected, life.note)
+        self.extensions = Extensions(
+            comm, self._control, self._worker, self._expected, life.note_each
+        )
         self.timelines = Timelines(self.extensions)
         self.metrics = MetricsControl(self.extensions, network)
         self.tuning = LimitsControl(self.extensions, self._worker, self._use)
@@ -224,7 +226,7 @@ class Engine:
         if request.place != "host":
             work.ready = self._worker.place_of(request).ready()
         if not self._life.direct:
-            self._attend([work])
+            self._admit([work])
         if self._tensor_queue.add_one(work) or at_once:
             self._requester.wake(at_once)
         return work
@@ -247,7 +249,7 @@ class Engine:
             if request.place != "host":
                 works[-1].ready = self._worker.place_of(request).ready()
         if not self._life.direct:
-            self._attend(works)
+            self._admit(works)
         if self._tensor_queue.add(works) or at_once:
             self._requester.wake(at_once)
         return list(works)
@@ -317,8 +319,8 @@ class Engine:
                 raise DuplicateName(f"another thread waits for the same already: {key}")
         return handle
 
-    def _attend(self, works: Sequence[Work]) -> None:
-        """Check whether ``works`` can be submitted, and note when they were."""
+    def _admit(self, works: Sequence[Work]) -> None:
+        """Raise where the engine has ended; note when ``works`` came, while somebody observes."""
         self._life.check_open()
         recorder = self._worker.recorder
         if recorder.observers:

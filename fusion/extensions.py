@@ -27,8 +27,8 @@ ENGINE_THREAD = "ringlet-engine-"
 class Extensions:
     """One engine's. Methods may be called by any thread; what they are given runs on its own.
 
-    ``expected`` returns what is done when an answer comes; ``attend`` is told whether submissions
-    are to be noted one by one.
+    ``expected`` returns what is done when an answer comes; ``note_each`` is told whether
+    submissions are to be noted one by one.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Extensions:
         control: ControlPlane,
         worker: Worker,
         expected: Callable[[Hashable], Expected],
-        attend: Callable[[bool], None],
+        note_each: Callable[[bool], None],
     ) -> None:
         self.comm = comm
         self._control, self._worker = control, worker
-        self._expected, self._attend = expected, attend
+        self._expected, self._note_each = expected, note_each
         self.soon: deque[Callable[[], None]] = deque()  # what is to be called soon
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
@@ -134,7 +134,7 @@ class Extensions:
 
     def _watch(self, observers: Sequence[Observer]) -> None:
         self._worker.watch(observers)
-        self._attend(bool(observers))
+        self._note_each(bool(observers))
 
     def _others(self, observer: Observer) -> list[Observer]:
         return [known for known in self._worker.recorder.observers if known is not observer]

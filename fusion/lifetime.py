@@ -46,10 +46,10 @@ class Lifetime:
         if self.error is not None:
             raise again(self.error)
 
-    def note(self, tensor_queue: bool) -> None:
+    def note_each(self, on: bool) -> None:
         """Let submissions be noted one by one from now on, or no more."""
         with self.lock:
-            self.direct = not (tensor_queue or self.closing or self.error is not None)
+            self.direct = not (on or self.closing or self.error is not None)
 
     def close(self) -> bool:
         """Begin to close; False if that has begun before."""

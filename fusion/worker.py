@@ -160,7 +160,8 @@ class Worker:
     def specs(self) -> list[str]:
         """How tensors are compressed that are declared, or named: each spec once, in order."""
         groups = list(self._groups.values())
-        found = {str(m.compressor) for group in groups for m in group.members.values()}
+        members = [member for group in groups for member in group.members.values()]
+        found = {str(member.compressor) for member in members}
         return sorted(found | self.requests.specs)
 
     def member(self, request: Request, compressor: Compressor, state: State) -> Member:

@@ -62,7 +62,7 @@ class Coordinator:
         self._gone: dict[int, str] = {}
         self._prototypes: dict[bytes, Request] = {}  # by their text
         self._digests: dict[tuple[int, int, int], dict[int, int]] = {}  # of batches, by rank
-        self._body: dict[bytes, Callable[[int, bytes], list[bytes]]] = {
+        self._handlers: dict[bytes, Callable[[int, bytes], list[bytes]]] = {
             m.VOTE: self._vote,
             m.HITS: self._hits,
             m.REQUEST: self._request,
@@ -75,23 +75,21 @@ class Coordinator:
             m.ADD_SET: self._change_sets,
             m.REMOVE_SET: self._change_sets,
             m.ANNOUNCE: lambda _, message: self._announce(message),
-            m.CHECK: lambda rank, message: self._check(),
-            m.BROKEN: lambda rank, message: [
-                m.BROKEN + dumps(f"rank {rank}: {loads(message[1:])}")
-            ],
+            m.CHECK: lambda _rank, _message: self._check(),
+            m.BROKEN: self._broken,
             m.GOODBYE: lambda rank, _: self._leave(rank),
             m.SEVERED: self._severed,
         }
-
-    # -- ringlet.ring.control.plane.Handler ------------------------------------------------------
 
     def entitle(self, group: int, title: str) -> None:
         """Call a declared group so, where it is told what waits and what failed. Any thread."""
         self._votes.entitle(group, title)
 
+    # -- ringlet.ring.control.plane.Handler ------------------------------------------------------
+
     def on_message(self, rank: int, message: bytes) -> list[bytes]:
         """Take a message of ``rank``; return what every rank is to hear."""
-        take = self._body.get(message[:1])
+        take = self._handlers.get(message[:1])
         if take is None:
             told = f"rank {rank} sent a message of unknown kind {message[:1]!r}"
             return [m.BROKEN + dumps(told)]
@@ -100,13 +98,13 @@ class Coordinator:
         except Exception as error:  # whatever a rank may send must not end the coordinator
             return [m.BROKEN + dumps(f"rank {rank} sent a message that makes no sense: {error!r}")]
 
-    def on_lost(
-        self, rank: int, why: str = "its connection closed without a goodbye"
-    ) -> list[bytes]:
+    def on_lost(self, rank: int, why: str = "") -> list[bytes]:
         """Tell everybody that ``rank`` went away without a goodbye."""
-        waiting = [name for peers in self._sets.values() for name in peers.waiting()]
         text = f"rank {rank} is gone: {why or 'its connection closed without a goodbye'}"
-        return [m.LOST + dumps([[rank], text + (f" (waiting: {listed(waiting)})" * bool(waiting))])]
+        waiting = [name for peers in self._sets.values() for name in peers.waiting()]
+        if waiting:
+            text += f" (waiting: {listed(waiting)})"
+        return [m.LOST + dumps([[rank], text])]
 
     # -- one kind of message each ---------------------------------------------------------------
 
@@ -214,6 +212,9 @@ class Coordinator:
     def _announce(self, message: bytes) -> list[bytes]:
         action, argument = loads(message[1:])
         return [m.ANNOUNCED + dumps([action, argument, not self._gone])]
+
+    def _broken(self, rank: int, message: bytes) -> list[bytes]:
+        return [m.BROKEN + dumps(f"rank {rank}: {loads(message[1:])}")]
 
     def _severed(self, rank: int, message: bytes) -> list[bytes]:
         others, why = loads(message[1:])
