@@ -25,7 +25,7 @@ from ringlet.fusion.codecs.small_members import SmallMembers
 from ringlet.fusion.devices.convert import from_float32, scale_into
 from ringlet.fusion.devices.fusion_buffers import Lease
 from ringlet.fusion.devices.host import Mark
-from ringlet.fusion.planning.member import Member
+from ringlet.fusion.planning.member import Member, named
 from ringlet.fusion.process_set import Peers, Track
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
@@ -41,7 +41,6 @@ from ringlet.ring.pipeline import ALONE, Steps, resume
 log = logging.getLogger("ringlet")
 SPREAD = 13  # between the turns of a step's buckets, so that all steps compare equally much
 
-_NAMED = 3  # tensors that an error names
 _MASK = (1 << 64) - 1  # a plan's hash has 64 bits
 
 
@@ -202,11 +201,10 @@ class Bucket(ABC):
         if not self.even or sizes.count(sizes[0]) == len(sizes):
             return
         witness = next(rank for rank, size in enumerate(sizes) if size != sizes[0])
-        names = ", ".join(repr(member.name) for member in self.members[:_NAMED])
         raise ExchangeFailed(
             f"compressor {str(self.members[0].compressor)!r} has {sizes[witness]} bytes for "
-            f"{names}, and {sizes[0]} bytes on rank {track.ranks[0]}; they have to be as many on "
-            "all ranks",
+            f"{named(self.members)}, and {sizes[0]} bytes on rank {track.ranks[0]}; they have to "
+            "be as many on all ranks",
             witness,
         )
 
@@ -292,7 +290,7 @@ class SumBucket(Bucket):
         self._foreign = any(member.foreign for member in self.members)
         ends = [0, *accumulate(part.elements for part in parts)]
         self._nbytes = ends[-1] * storage(self._dtype).itemsize
-        self._places = [
+        self._slots = [  # each member's payload array, by name, and where it lies in the buffer
             (member, part.name, slice(*bounds))
             for member, part, *bounds in zip(self.members, parts, ends, ends[1:], strict=False)
         ]
@@ -300,20 +298,20 @@ class SumBucket(Bucket):
         whole = [(0, member.numel) for member in self.members]
         starts = [storage(self._dtype).itemsize * end for end in ends]
         self._small = SmallMembers.of(self.members, [whole], [starts])
-        small = set() if self._small is None else {*self._small.places[0]}
-        self._single = [place for i, place in enumerate(self._places) if i not in small]
+        small = set() if self._small is None else {*self._small.indices[0]}
+        self._single = [slot for i, slot in enumerate(self._slots) if i not in small]
 
     def shares(self) -> list[float]:
         """Return the elements of each member's payload."""
-        return [float(place.stop - place.start) for _, _, place in self._places]
+        return [float(span.stop - span.start) for _, _, span in self._slots]
 
     def _allocate(self) -> None:
         self._buffer = self._lease.allocate(self._nbytes).view(storage(self._dtype))
 
     def _encode(self) -> int:
         self._allocate()
-        for member, name, place in self._single:
-            payload = {name: self._buffer[place]}
+        for member, name, span in self._single:
+            payload = {name: self._buffer[span]}
             encode = member.compressor.encode_into
             member.call(encode, member.values(), payload, member.context(0, 1))
         if self._small is not None:
@@ -342,8 +340,8 @@ class SumBucket(Bucket):
             self.lanes += 1
 
     def _decode_all(self) -> None:
-        for member, name, place in self._single:
-            self._decode(member, {name: self._buffer[place]})
+        for member, name, span in self._single:
+            self._decode(member, {name: self._buffer[span]})
         if self._small is not None:
             self._small.decode_sum(0, [self._buffer.view(np.uint8)])
 

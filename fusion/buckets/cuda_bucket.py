@@ -44,8 +44,8 @@ class DeviceSumBucket(SumBucket):
     def _shards(self) -> list[Shard]:
         """Return the members with their payloads in the buffer."""
         return [
-            Shard(member, 0, member.numel, {name: self._buffer[place]}, member.context(0, 1))
-            for member, name, place in self._places
+            Shard(member, 0, member.numel, {name: self._buffer[span]}, member.context(0, 1))
+            for member, name, span in self._slots
         ]
 
 

@@ -37,7 +37,7 @@ class PlainBucket(Bucket):
         self._ends = [0, *accumulate(member.numel for member in self.members)]
         self._nbytes = self._ends[-1] * storage(self._wire).itemsize
         bounds = zip(self._ends, self._ends[1:], strict=False)
-        self._places = [slice(start, end) for start, end in bounds]
+        self._slots = [slice(start, end) for start, end in bounds]  # of members, in the buffer
         self._spans = self._cut()
         self._buffer: Array = self.members[0].output
 
@@ -50,11 +50,11 @@ class PlainBucket(Bucket):
         ordered = self.place.ordered
         length = max(1, total) if ordered else SPAN // storage(self._wire).itemsize
         spans, pieces, end = [], [], length
-        for member, place in zip(self.members, self._places, strict=True):
-            start = place.start
-            while start < place.stop:
-                stop = min(place.stop, end)
-                piece = slice(start - place.start, stop - place.start)
+        for member, slot in zip(self.members, self._slots, strict=True):
+            start = slot.start
+            while start < slot.stop:
+                stop = min(slot.stop, end)
+                piece = slice(start - slot.start, stop - slot.start)
                 pieces.append((member, piece, slice(start, stop)))
                 start = stop
                 if stop == end:
@@ -86,8 +86,8 @@ class PlainBucket(Bucket):
         if prescale == 1.0 and as_they_are:
             self.place.xp.concatenate([member.input for member in self.members], out=self._buffer)
             return self._nbytes
-        for member, place in zip(self.members, self._places, strict=True):
-            scale_into(member.input, prescale, self._buffer[place], self._dtype, self._scratch)
+        for member, slot in zip(self.members, self._slots, strict=True):
+            scale_into(member.input, prescale, self._buffer[slot], self._dtype, self._scratch)
         return self._nbytes
 
     def _exchange(self, track: Track, sizes: list[int], recorder: Recorder, epoch: int) -> Steps:
@@ -108,15 +108,15 @@ class PlainBucket(Bucket):
             if alike and len(pieces) > 1:
                 summed, factor = buffer[span], self._scales[1]
                 scale_into(summed, factor, summed, self._dtype, self._scratch)
-                for member, piece, place in pieces:
-                    member.output[piece] = buffer[place]
+                for member, piece, here in pieces:
+                    member.output[piece] = buffer[here]
                 continue
-            for member, piece, place in pieces:
+            for member, piece, here in pieces:
                 _, postscale, divisor = self._scales
                 if member.contributors:  # of all of them, or of none
                     postscale, divisor = member.rescaling(member.contributors)
                 out = member.output[piece]
-                values = out if buffer is member.output else buffer[place]
+                values = out if buffer is member.output else buffer[here]
                 scale_into(values, postscale, out, self._dtype, self._scratch, divisor)
         recorder.decompressed(self.trace, start)
 

@@ -127,8 +127,8 @@ class TwoLevelBucket(Bucket):
         mine, starts = self._counts[local.rank], self._starts_in_shard()
         sums, results = (self._lease.allocate(4 * mine).view(np.float32) for _ in range(2))
         for part, start in zip(self._parts, starts, strict=True):
-            place = slice(start, start + part.numel)
-            part.input, part.output = sums[place], results[place]
+            own = slice(start, start + part.numel)
+            part.input, part.output = sums[own], results[own]
         return sums, results
 
     def _starts_in_shard(self) -> list[int]:

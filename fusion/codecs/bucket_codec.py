@@ -47,7 +47,7 @@ class BucketCodec:
         every = range(len(self.members))
         self._single: list[Sequence[int]] = [every] * parts  # members with calls of their own
         if self._small is not None:
-            self._single = [sorted({*every} - {*places}) for places in self._small.places]
+            self._single = [sorted({*every} - {*small}) for small in self._small.indices]
         self.unfit: Exception | None = None  # why the values of the step at hand cannot be encoded
         self._freed = 0  # by the pool, when views were last known to be of its buffers
 

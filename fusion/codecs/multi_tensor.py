@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ringlet.compressors import Compressor, Context, Payload
 from ringlet.compressors.core.multitensor import Decoding, Encoding, MultiTensor, Spaced
 from ringlet.fusion.devices.convert import from_float32
-from ringlet.fusion.errors import CompressionFailed, tensors_in_words
-from ringlet.fusion.planning.member import Member
+from ringlet.fusion.errors import CompressionFailed
+from ringlet.fusion.planning.member import Member, named
 from ringlet.ring.dtypes import Array
 
 Result = TypeVar("Result")
@@ -99,7 +99,8 @@ def call(
     try:
         return function(*args)
     except BaseException as error:
-        raise CompressionFailed.of(compressor, function, _named(shards), error) from error
+        what = named([shard.member for shard in shards])
+        raise CompressionFailed.of(compressor, function, what, error) from error
 
 
 @contextmanager
@@ -124,9 +125,3 @@ def by_dtype(shards: Iterable[Shard]) -> Iterable[tuple[str, list[Shard]]]:
         if shard.stop > shard.start:
             found.setdefault(shard.member.request.dtype, []).append(shard)
     return found.items()
-
-
-def _named(shards: Sequence[Shard]) -> str:
-    """Return what to call the tensors of ``shards``."""
-    names = (shard.member.request.name for shard in shards)
-    return tensors_in_words(names, shards[0].member.request.shape)

@@ -15,8 +15,8 @@ from ringlet.compressors.base.batched import (
     addresses,
 )
 from ringlet.fusion.codecs.small_members import MOST
-from ringlet.fusion.errors import CompressionFailed, tensors_in_words
-from ringlet.fusion.planning.member import Member
+from ringlet.fusion.errors import CompressionFailed
+from ringlet.fusion.planning.member import Member, named
 from ringlet.ring.dtypes import Array
 
 
@@ -32,7 +32,7 @@ class SmallExchanges:
         self.members: Sequence[Member] = []
         self._exchange: ExchangeOfMany | None = None
         self._round: RoundOfMany | None = None
-        self._places = np.empty(0, np.uint64)
+        self._addresses = np.empty(0, np.uint64)  # of the values of the round at hand
 
     @classmethod
     def of(cls, members: Sequence[Member]) -> Self | None:
@@ -73,8 +73,8 @@ class SmallExchanges:
     def write(self, buffer: Array, starts: Sequence[int]) -> None:
         """Write each one's values into ``buffer``, from ``starts`` on. Raises CompressionFailed."""
         if self._round is not None:
-            self._places = addresses(buffer, starts)
-            self._call(self._round.write, self._places)
+            self._addresses = addresses(buffer, starts)
+            self._call(self._round.write, self._addresses)
 
     def resume(self) -> list[Member]:
         """Go on with what lies where ``write`` wrote; return whose result is complete.
@@ -95,7 +95,7 @@ class SmallExchanges:
     def _next(self) -> RoundOfMany | None:
         assert self._exchange is not None
         try:
-            return self._exchange.send(self._places)
+            return self._exchange.send(self._addresses)
         except StopIteration:
             return None
 
@@ -109,8 +109,6 @@ class SmallExchanges:
         try:
             return function(*args)
         except BaseException as error:
-            first = self._all[0]
-            names = [member.request.name for member in self._all]
-            what = tensors_in_words(names, first.request.shape)
-            exchange = first.compressor.exchange
-            raise CompressionFailed.of(first.compressor, exchange, what, error) from error
+            compressor = self._all[0].compressor
+            exchange, what = compressor.exchange, named(self._all)
+            raise CompressionFailed.of(compressor, exchange, what, error) from error

@@ -6,7 +6,7 @@ known before a step, or of a whole member, is computed in arrays over members an
 Kernels take two tables, a line a member, whose columns ``compressors.base.batched`` names. *Rows*
 say where a tensor is: values, residual, key, offset. They are made of whole members, once a step,
 and moved to where a part's piece begins. *Layouts* say where payloads are: they are made once, with
-places from the beginning of a part, to which a step adds where its buffer is.
+offsets from the beginning of a part, to which a step adds the address of its buffer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ringlet.compressors.base.batched import (
 from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.payload import padded
 from ringlet.fusion.devices.convert import from_float32, to_float32
-from ringlet.fusion.errors import CompressionFailed, tensors_in_words
-from ringlet.fusion.planning.member import Member
+from ringlet.fusion.errors import CompressionFailed
+from ringlet.fusion.planning.member import Member, named
 from ringlet.ring.dtypes import FLOATS, Array
 
 MOST = 1 << 16  # elements of a small one: its sum stays in a core's cache, and no threads share it
@@ -74,7 +74,7 @@ class _Kept(NamedTuple):
 class SmallMembers:
     """Members that have one compressor and the same scales; ``ranges`` are by part.
 
-    ``starts`` are the bytes at which the payloads of all members begin, by part. ``places`` tells
+    ``starts`` are the bytes at which the payloads of all members begin, by part. ``indices`` tells
     which members are small, in each part. ``begin`` has to come before the first call in a step.
     """
 
@@ -94,30 +94,30 @@ class SmallMembers:
             for member, own in zip(members, zip(*ranges, strict=True), strict=True)
         ]
         self._members = [member for member, taken in zip(members, small, strict=True) if taken]
-        self.places = [
+        self.indices = [
             [i for i, (a, b) in enumerate(part) if small[i] and b > a] for part in ranges
         ]
         self._pieces = [
-            [_Piece(members[i], *part[i]) for i in places]
-            for part, places in zip(ranges, self.places, strict=True)
+            [_Piece(members[i], *part[i]) for i in indices]
+            for part, indices in zip(ranges, self.indices, strict=True)
         ]
         self._whole = [_Piece(member, 0, member.numel) for member in self._members]
         number = np.cumsum(small) - 1  # of a member among the small ones
         # By part, of each piece: the row of its member, and the elements of that before it.
-        self._owners = [number[places] for places in self.places]
+        self._owners = [number[indices] for indices in self.indices]
         self._before = [
             np.array([piece.start for piece in pieces], np.uint64) for pieces in self._pieces
         ]
         self._layouts = [
-            self._lay_out(pieces, [begins[i] for i in places])
-            for pieces, begins, places in zip(self._pieces, starts, self.places, strict=True)
+            self._lay_out(pieces, [begins[i] for i in indices])
+            for pieces, begins, indices in zip(self._pieces, starts, self.indices, strict=True)
         ]
         self._sizes = [begins[-1] for begins in starts]  # bytes of a part
         self._groups = [_grouped(pieces) for pieces in self._pieces]  # staged together
         self._rows: Array | None = None  # of whole members, in this step
         self._kept: dict[tuple[int, int], _Kept] = {}  # by part and stage
-        self._inputs: list[int] = []  # where kernels find inputs; empty: they are staged
-        self._outs: list[int] | None = None  # the same of outputs
+        self._inputs: list[int] = []  # addresses of inputs; empty: they are staged
+        self._outs: list[int] | None = None  # of outputs, where it is known; empty as above
 
     @classmethod
     def of(
@@ -155,7 +155,7 @@ class SmallMembers:
         tables = np.stack([self._table(part, payload) for payload in payloads])
         decode = self._kernels.sum_into
         if self._outs is None:
-            self._outs = _places([member.output for member in self._members])
+            self._outs = _addresses([member.output for member in self._members])
         if self._outs:
             outs = np.array(self._outs, np.uint64)[self._owners[part]]
             outs += self._before[part] * _FLOAT
@@ -184,7 +184,7 @@ class SmallMembers:
     # -- inside -------------------------------------------------------------------------------
 
     def _lay_out(self, pieces: Sequence[_Piece], begins: Sequence[int]) -> Array:
-        """Return the payloads' layout, with places that count from the beginning of a part."""
+        """Return the payloads' layout, with offsets from the beginning of a part."""
         names, rows = self._kernels.names, []
         for (member, start, stop), begin in zip(pieces, begins, strict=True):
             found, at = {}, begin
@@ -210,7 +210,7 @@ class SmallMembers:
         """Return the rows of a part's pieces: those of whole members, from where pieces begin."""
         if self._rows is None:
             inputs = [member.input for member in self._members] if self._prescale == 1.0 else []
-            self._inputs = _places(inputs)
+            self._inputs = _addresses(inputs)
             self._rows = self._rows_of(self._whole, self._inputs, 0, 1, stage=1)
         before = self._before[part]
         rows: Array = self._rows[self._owners[part]]
@@ -223,12 +223,12 @@ class SmallMembers:
     def _rows_of(
         self,
         pieces: Sequence[_Piece],
-        places: Sequence[int],
+        addresses: Sequence[int],
         part: int,
         parts: int,
         stage: int,
     ) -> Array:
-        """Return the rows of ``pieces``, of one part; values lie at ``places``, or none.
+        """Return the rows of ``pieces``, of one part; values lie at ``addresses``, or none.
 
         Raises CompressionFailed, which names the tensor.
         """
@@ -243,7 +243,7 @@ class SmallMembers:
             if kernels.kept_in and not kernels.draws:
                 arrays = [ctx.state.get(kernels.kept_in) for ctx in contexts]
                 self._kept[key] = _Kept(rows.copy(), contexts, arrays)
-        rows[:, VALUES] = places or 0
+        rows[:, VALUES] = addresses or 0
         return rows
 
     def _asked(self, pieces: Sequence[_Piece], contexts: Sequence[Context]) -> Array:
@@ -258,25 +258,25 @@ class SmallMembers:
         return rows
 
     def _room(self, pieces: Sequence[_Piece]) -> tuple[Array, Array]:
-        """Return scratch (float32) for the values of ``pieces``, and where each one's begin."""
+        """Return scratch (float32) for the values of ``pieces``, and their addresses."""
         ends = [0, *accumulate(piece.stop - piece.start for piece in pieces)]
         room = self._workspace.array("small", ends[-1])
         begins = np.array(ends[:-1], np.uint64)
         return room, begins * _FLOAT + np.uint64(address(room, room.size))
 
     def _staged(self, pieces: Sequence[_Piece]) -> Array:
-        """Bring the inputs of ``pieces``, prescaled, into scratch; return where each one's lies."""
-        room, places = self._room(pieces)
+        """Bring the inputs of ``pieces``, prescaled, into scratch; return their addresses."""
+        room, addresses = self._room(pieces)
         dtype, inputs = pieces[0].member.request.dtype, [piece.input() for piece in pieces]
         if dtype in _HALVES:
             joined = self._workspace.array("small16", room.size, inputs[0].dtype)
             np.concatenate(inputs, out=joined)
             to_float32(joined, dtype, self._workspace, "small", self._prescale)
-            return places
+            return addresses
         np.concatenate(inputs, out=room, casting="same_kind")
         if self._prescale != 1.0:
             np.multiply(room, np.float32(self._prescale), out=room)
-        return places
+        return addresses
 
     def _deliver(self, room: Array, pieces: Sequence[_Piece], factor: float) -> None:
         """Write ``factor`` times the values of ``pieces`` to their outputs."""
@@ -301,16 +301,15 @@ class SmallMembers:
         try:
             kernels(*args)
         except BaseException as error:
-            names = [piece.member.request.name for piece in pieces]
-            what = tensors_in_words(names, pieces[0].member.request.shape)
+            what = named([piece.member for piece in pieces])
             raise CompressionFailed.of(self._compressor, kernels, what, error) from error
 
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-def _places(arrays: Sequence[Array]) -> list[int]:
-    """Return where arrays lie; nothing unless all are of float32 and without gaps."""
+def _addresses(arrays: Sequence[Array]) -> list[int]:
+    """Return the addresses of arrays; nothing unless all are of float32 and without gaps."""
     if any(array.dtype != _FLOAT32 or not array.flags.c_contiguous for array in arrays):
         return []
     return [address(array, array.size) for array in arrays]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from ringlet.compressors.core.context import SECOND_STAGE, State
 from ringlet.compressors.states import reclaim
 from ringlet.fusion.devices.convert import from_float32, to_float32
 from ringlet.fusion.devices.host import Place
-from ringlet.fusion.errors import CompressionFailed
+from ringlet.fusion.errors import CompressionFailed, tensors_in_words
 from ringlet.fusion.limits import UNKNOWN, Link
 from ringlet.fusion.planning.strategy import Strategy, check_op, choose, effective
 from ringlet.fusion.requests.request import Request
@@ -322,7 +322,7 @@ class Member:
     @property
     def described(self) -> str:
         """The tensor as errors name it."""
-        return f"tensor {self.request.name!r} {list(self.request.shape)}"
+        return named([self])
 
     @property
     def step(self) -> int:
@@ -358,6 +358,11 @@ class Member:
         piece = f"{self.start} {self.numel}"
         promises = f" {self.compressor.traits()}" if self.foreign else ""
         return f"{self.request.text} {self.strategy} {piece} {_text(self.compressor)}{promises}"
+
+
+def named(members: Sequence[Member]) -> str:
+    """Return the tensors of ``members`` as errors name them: a few, or the only one's shape too."""
+    return tensors_in_words((each.request.name for each in members), members[0].request.shape)
 
 
 _texts: tuple[Compressor, str] = (NoCompression(), "none")  # the last: neighbours share theirs
