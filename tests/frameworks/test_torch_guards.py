@@ -319,13 +319,13 @@ def test_a_module_of_ones_own_that_is_called_module_is_no_wrapper():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "weight" is no parameter's name
             optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), routes)
-        used = {name: str(c) for name, c in optimizer._ringlet.memory.compressors.items()}
+        used = {name: str(c) for name, c in optimizer._ringlet.memory.compressors().items()}
         assert used["module.weight"] == "none"
         assert used["module.bias"] == "bf16"
         twice = [(f"module.module.{name}", p) for name, p in network().named_parameters()]
         inner = torch.optim.SGD([p for _, p in twice], lr=0.1)
         optimizer = hvd.DistributedOptimizer(inner, twice, {"0.weight": "fp16", "*": "none"})
-        assert str(optimizer._ringlet.memory.compressors["module.module.0.weight"]) == "fp16"
+        assert str(optimizer._ringlet.memory.compressors()["module.module.0.weight"]) == "fp16"
 
     told = told_by(work, 1)
     assert not told, told

@@ -633,7 +633,7 @@ def case_who_has_changed_compressors_follows_who_has_not():
         memory.change(as_router("int4 | ef"))
     memory.follow(hvd.broadcast_object(memory.changed))
     optimizer._ringlet._declare(2)
-    assert {str(c) for c in memory.compressors.values()} == {str(parse("topk(ratio=0.05) | ef"))}
+    assert {str(c) for c in memory.compressors().values()} == {str(parse("topk(ratio=0.05) | ef"))}
     assert optimizer.residual_norm() == held > 0
     train(own, optimizer, 1)
     assert hvd.replicas_equal(own.state_dict())

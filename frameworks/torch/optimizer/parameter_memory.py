@@ -53,14 +53,9 @@ class ParameterMemory(Memory):
         # The parameters of which it is in common, with a checksum of what is for every rank.
         self.loaded_in_common: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def compressors(self) -> dict[str, Compressor]:
-        """What compresses each parameter's gradient, as it was declared."""
-        return {name: self.compressor_of(name) for name in self.parameters}
-
-    def routed_by(self, router: Router) -> dict[str, Compressor]:
-        """Return what would compress each parameter's gradient by ``router``."""
-        compressor_of = self._routed(router)
+    def compressors(self, router: Router | None = None) -> dict[str, Compressor]:
+        """Return what compresses each parameter's gradient, or would do so by ``router``."""
+        compressor_of = self.compressor_of if router is None else self._routed(router)
         return {name: compressor_of(name) for name in self.parameters}
 
     def inherit(self, before: ParameterMemory, factor: float) -> None:
@@ -110,13 +105,13 @@ class ParameterMemory(Memory):
 
         None where nothing depends on either, because all gradients travel as they are, or cast.
         """
-        plain = all(isinstance(c, NoCompression | FP16 | BF16) for c in self.compressors.values())
+        plain = all(isinstance(c, NoCompression | FP16 | BF16) for c in self.compressors().values())
         if plain and not remembered(self.states):
             return None
         runtime = current()
         with at_work():
             where = runtime.rank, runtime.size, step
-            record = checkpoint.saved(self.states, *where, self.compressors)
+            record = checkpoint.saved(self.states, *where, self.compressors())
         return record | {_PREDIVIDE: self.predivide}
 
     def load(self, kept: Mapping[str, Any] | None) -> int:

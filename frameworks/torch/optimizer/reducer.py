@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,7 +56,16 @@ _LOADED = (
     "the last step that any has counted, and this step is not applied"
 )
 
-_NOTHING_LOADED: tuple[tuple[tuple[str, str], ...], bool] = ((), False)
+
+class _Alike(NamedTuple):
+    """What ranks have to do alike in a step: which parameters are ``frozen``, and what was loaded.
+
+    ``loaded`` is ``ParameterMemory.loaded_in_common``, ``recounted`` that of the same name.
+    """
+
+    frozen: tuple[str, ...] = ()
+    loaded: tuple[tuple[str, str], ...] = ()
+    recounted: bool = False
 
 
 class Reducer:
@@ -109,7 +118,7 @@ class Reducer:
         if unscaling is not None:
             self.memory.keep_steps()
         self._group: Group | None = None
-        self._alike: ListChanges  # what is frozen, and what was loaded, and whether counts were
+        self._alike: ListChanges  # between steps, of what ranks have to do alike
         self._declarations = 0  # under the present label
         self._declared: dict[str, Compressor] = {}  # with what, by parameter
         self._finalizer: Any = None
@@ -141,7 +150,7 @@ class Reducer:
 
     def declares(self, compression: Spec | Routes) -> bool:
         """Whether gradients were declared last as ``set_compression`` would declare them."""
-        return self._declared == self.memory.routed_by(as_router(compression))
+        return self._declared == self.memory.compressors(as_router(compression))
 
     def set_passes(self, passes: int) -> None:
         """Reduce after ``passes`` backward passes from now on; RuntimeError during a step."""
@@ -184,11 +193,6 @@ class Reducer:
     def included(self) -> bool:
         """Whether this rank reduces with others."""
         return self._process_set.included() and self._size() > 1
-
-    def _restored(self, step: int) -> None:
-        for name, place in self._handed.places.items():
-            current().engine.bring(self.memory.states[name], place)
-        self.restart(step)
 
     @property
     def steps(self) -> dict[str, int]:
@@ -242,58 +246,15 @@ class Reducer:
             raise self.given_up(error) from None
         changed = self._handed.changed(self.parameters)
         if self._group is None:
-            self._handed.clear()
-            self.renewed = False
-            if changed is not None and self.cure:
-                raise RuntimeError(self._too_early(changed))
-            self.memory.began()
-            if self._owing:
-                self._pay_back()
-            self.memory.ended()
+            self._synchronize_alone(changed)
             return
         if changed is not None:
             why = self._too_early(changed)
             self._give_up(why)
             raise RuntimeError(why)
-        try:
-            self._submit(self._group.due())
-            missing = self._group.missing()
-        except Exception as error:
-            self.abandon(f"{type(error).__name__}: {error}")
-            raise
-        frozen = tuple(
-            name
-            for name in (*missing, *self._rows.missing())
-            if not self.parameters[name].requires_grad
-        )
-        alike = frozen, self.memory.loaded_in_common, self.memory.recounted
-        self._alike.begin(alike, self._group.turn)
-        try:
-            self._submit(missing)
-            for name in self._rows.missing() if self._rows.dims else []:
-                self._gather(name, self.parameters[name])
-        except Exception as error:
-            self.abandon(f"{type(error).__name__}: {error}")
-            raise
-        turn = self._group.turn
-        try:
-            self._group.wait()
-            if self._rows.dims:
-                self._rows.collect()
-            self._handed.put()
-            self.memory.ended()
-        except BaseException as error:
-            # What is interrupted while it waits can be waited for again, and must be.
-            if isinstance(error, Exception) or self._group.turn != turn:
-                self._end_step()
-            raise
-        self._end_step()
-        differs = self._alike.changed  # on some rank, which would go on with another model
-        self._alike.end()
-        if differs:
-            self._agree_on(frozen, self.memory.loaded_in_common)
-        self.memory.agreed()
-        self._alike.end((frozen, *_NOTHING_LOADED))
+        alike = self._hand_in_rest(self._group)
+        self._collect(self._group)
+        self._settle(alike)
         if self._rows.seen is not None and self._rows.agree():
             self._declare(self.step)
         self.drift.look(param_groups, self._counted, self._label, self._process_set)
@@ -369,16 +330,6 @@ class Reducer:
             return allreduce(wide, name=name, op=self._op, process_set=process_set).item()
         return loss
 
-    def _pay_back(self) -> None:
-        """Add what ranks held back to gradients: the one that is left sends nothing."""
-        self._owing = False
-        for name, residual in self.memory.take_residuals(self.parameters).items():
-            p = self.parameters[name]
-            owed = torch.as_tensor(residual, device=p.device).reshape(p.shape) * self._predivide
-            with torch.no_grad():
-                grad = torch.zeros_like(p) if p.grad is None else p.grad
-                p.grad = (owed + grad).to(p.dtype)
-
     def undo(self) -> None:
         """Forget what the last step, which is skipped, has changed in what compressors remember."""
         self.memory.undo()
@@ -388,23 +339,6 @@ class Reducer:
         """Forget the step at hand, which has failed: compressors remember what was before it."""
         self._end_step()
         self.memory.take_back()
-
-    # -- inside ---------------------------------------------------------------------------------
-
-    def _place_results(self) -> None:
-        handed = self._handed
-        there = {n: r for n, r in self._results.items() if handed.places.get(n) == HOST}
-        handed.results = there
-
-    def _size(self) -> int:
-        return self._process_set.size()
-
-    def _new_label(self) -> str:
-        return current().unnamed("DistributedOptimizer", self._process_set.process_set_id or 0)
-
-    def _new_rows(self) -> SparseGradients:
-        named, label, sparse_as_dense = self.parameters, self._label, self._sparse_as_dense
-        return SparseGradients(named, label, self._op, self._process_set, sparse_as_dense)
 
     def join_epoch(self) -> None:
         """In an elastic job: declare the gradients once to each epoch's engine, at the first use.
@@ -428,9 +362,109 @@ class Reducer:
         self.drift = DriftCheck(self.parameters)
         self._declare(self._start)
 
+    def given_up(self, error: RuntimeError) -> RuntimeError:
+        """Give the step up on all ranks, if others take part; return ``error``, which says so."""
+        if self._group is None:
+            return error
+        why = f"{error}. The step is given up, on all ranks"
+        self._give_up(why)
+        return RuntimeError(why)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _restored(self, step: int) -> None:
+        for name, place in self._handed.places.items():
+            current().engine.bring(self.memory.states[name], place)
+        self.restart(step)
+
+    def _synchronize_alone(self, changed: str | None) -> None:
+        """End a step of which nothing travels; RuntimeError where a gradient has ``changed``."""
+        self._handed.clear()
+        self.renewed = False
+        if changed is not None and self.cure:
+            raise RuntimeError(self._too_early(changed))
+        self.memory.began()
+        if self._owing:
+            self._pay_back()
+        self.memory.ended()
+
+    def _hand_in_rest(self, group: Group) -> _Alike:
+        """Hand in what no hook has; return what ranks have to do alike in this step."""
+        with self._abandoning():
+            self._submit(group.due())
+            missing = group.missing()
+        unused = (*missing, *self._rows.missing())
+        frozen = tuple(name for name in unused if not self.parameters[name].requires_grad)
+        alike = _Alike(frozen, self.memory.loaded_in_common, self.memory.recounted)
+        self._alike.begin(alike, group.turn)
+        with self._abandoning():
+            self._submit(missing)
+            for name in self._rows.missing() if self._rows.dims else []:
+                self._gather(name, self.parameters[name])
+        return alike
+
+    @contextlib.contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Give the step up, on all ranks, where the block raises."""
+        try:
+            yield
+        except Exception as error:
+            self.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _collect(self, group: Group) -> None:
+        """Wait for the results, and put them where they belong."""
+        turn = group.turn
+        try:
+            group.wait()
+            if self._rows.dims:
+                self._rows.collect()
+            self._handed.put()
+            self.memory.ended()
+        except BaseException as error:
+            # What is interrupted while it waits can be waited for again, and must be.
+            if isinstance(error, Exception) or group.turn != turn:
+                self._end_step()
+            raise
+        self._end_step()
+
+    def _settle(self, alike: _Alike) -> None:
+        """Go on from a step that was reduced; Mismatch where ranks were not ``alike`` in it."""
+        differs = self._alike.changed  # on some rank, which would go on with another model
+        self._alike.end()
+        if differs:
+            self._agree_on(alike)
+        self.memory.agreed()
+        self._alike.end(_Alike(alike.frozen))
+
+    def _pay_back(self) -> None:
+        """Add what ranks held back to gradients: the one that is left sends nothing."""
+        self._owing = False
+        for name, residual in self.memory.take_residuals(self.parameters).items():
+            p = self.parameters[name]
+            owed = torch.as_tensor(residual, device=p.device).reshape(p.shape) * self._predivide
+            with torch.no_grad():
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = (owed + grad).to(p.dtype)
+
+    def _place_results(self) -> None:
+        handed = self._handed
+        there = {n: r for n, r in self._results.items() if handed.places.get(n) == HOST}
+        handed.results = there
+
+    def _size(self) -> int:
+        return self._process_set.size()
+
+    def _new_label(self) -> str:
+        return current().unnamed("DistributedOptimizer", self._process_set.process_set_id or 0)
+
+    def _new_rows(self) -> SparseGradients:
+        named, label, sparse_as_dense = self.parameters, self._label, self._sparse_as_dense
+        return SparseGradients(named, label, self._op, self._process_set, sparse_as_dense)
+
     def _declare(self, step: int = 0) -> None:
         runtime = current()
-        self._declared = self.memory.compressors
+        self._declared = self.memory.compressors()
         for name, p in self.parameters.items():
             check(p, f"parameter {name!r}")
         if self._size() == 1 or not self._included:
@@ -465,7 +499,7 @@ class Reducer:
         # Before others know that all have declared: one of them may tell of a change at once.
         self._declarations += 1
         label = f"{self._label}.{self._declarations}"
-        self._alike = ListChanges(runtime, label, number, ((), *_NOTHING_LOADED))
+        self._alike = ListChanges(runtime, label, number, _Alike())
         early = len(set(runtime.topology.hosts)) > 1  # on one host a bucket more hides no wire
         declared = self._label, requests, compressors, states
         group = engine.declare(*declared, step, number, early)
@@ -498,11 +532,12 @@ class Reducer:
         compressor = self.memory.compressor_of(name)
         return carrier(compressor, dtype, p.numel(), self._reduction, exact)
 
-    def _agree_on(self, frozen: Sequence[str], loaded: Sequence[tuple[str, str]]) -> None:
+    def _agree_on(self, alike: _Alike) -> None:
         """Raise Mismatch on all ranks unless all freeze, have loaded, and count, the same.
 
         Collective.
         """
+        frozen, loaded, _ = alike
         label, ranks = f"{self._label}.step{self._alike.call}", self._process_set
         counted = self.memory.counts_in_common()
         if counted:
@@ -518,7 +553,7 @@ class Reducer:
             self._align_all(f"{label}.aligned")
             self.memory.forget_in_common(self.memory.states)
             self.memory.agreed()
-            self._alike.end((tuple(frozen), *_NOTHING_LOADED))
+            self._alike.end(_Alike(alike.frozen))
             raise
 
     def _align_all(self, label: str) -> None:
@@ -531,14 +566,6 @@ class Reducer:
 
     def _counted(self) -> dict[str, int]:
         return {"": self.step, **self.memory.steps}
-
-    def given_up(self, error: RuntimeError) -> RuntimeError:
-        """Give the step up on all ranks, if others take part; return ``error``, which says so."""
-        if self._group is None:
-            return error
-        why = f"{error}. The step is given up, on all ranks"
-        self._give_up(why)
-        return RuntimeError(why)
 
     def _too_early(self, name: str) -> str:
         return (
@@ -617,7 +644,7 @@ class Reducer:
             )
         group = self._group
         assert group is not None
-        if name in self._alike.last[0]:
+        if name in self._alike.last.frozen:
             self._alike.tell(group.turn)  # first: with this, others may end the step
         if name in self._rows.dims:
             self._gather(name, p)
