@@ -34,13 +34,11 @@ from ringlet.torch.precision.policy_checks import acts, check_policy, check_wire
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
-# Of the optimizers that were wrapped, the last one each: whoever wraps again takes over from it.
+# By the optimizer that was wrapped: what its last wrapper made. Who wraps it again takes over from
+# these. An optimizer keeps its masters once it has some: its parameter groups hold them.
 _reducers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Reducer]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-# So with a loss scale, and with masters, which optimizers hold from then on.
 _masters: weakref.WeakKeyDictionary[torch.optim.Optimizer, Masters] = weakref.WeakKeyDictionary()
 
 
@@ -381,17 +379,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     ValueError for names that do not fit the parameters; SpecError for a bad ``compression``.
     """
     options = Options.among(locals())
-    refuse_wrapped(optimizer, (_Distributed, AdasumMixin))
-    if isinstance(optimizer, RefusesScaler):
-        raise ValueError(
-            f"{type(optimizer).__name__} communicates by itself: use it without "
-            "DistributedOptimizer"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"the first argument is a torch optimizer, such as torch.optim.SGD(model.parameters(), "
-            f"lr=0.1), not {_described(optimizer)}"
-        )
+    _check_optimizer(optimizer)
     if num_groups:
         warnings.warn(
             "num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=outside()
@@ -409,38 +397,64 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named = name_parameters(held, named_parameters)
     check_policy(policy, named, options.op)
     check_wire(policy, options.router.compressors)
-    mixin: type = _Distributed
-    extra: dict[str, Any]
     if options.op is ReduceOp.ADASUM:
-        mixin, extra = AdasumMixin, AdasumMixin.prepared(named, options)
+        distributed: Any = wrapped(optimizer, AdasumMixin)
+        distributed.__dict__.update(AdasumMixin.prepared(named, options))
     else:
-        scale, _ = going_on(policy, masters_before)
-        unscaling = Unscaling(scale.scale) if scale.watches else None
-        groups_of_names = grouped_names(named, options.grouping)
-        before, title = _reducer_of(optimizer), type(optimizer).__name__
-        if take_mark(optimizer.param_groups):
-            warn_of_loaded_too_early()
-        reducer = Reducer(named, options, groups_of_names, unscaling, before, title)
-        _reducers[optimizer] = weakref.ref(reducer)
-        masters = None
-        if acts(policy):
-            masters = _masters[optimizer] = Masters(
-                optimizer, named, policy, unscaling, masters_before
-            )
-            masters.deliver_to(reducer)
-        extra = {"_ringlet": reducer, "_ringlet_implied": False, "_ringlet_masters": masters}
-    distributed: Any = wrapped(optimizer, mixin)
-    distributed.__dict__.update(extra)
-    # A scheduler made for the original has wrapped its step on the instance; ours must be found.
-    distributed.__dict__.pop("step", None)
-    if mixin is _Distributed:
+        made = _reduction_of(optimizer, named, options, masters_before)
+        distributed = wrapped(optimizer, _Distributed)
+        distributed.__dict__.update(made)
         distributed.__dict__.pop("param_groups", None)
         distributed._ringlet_groups = optimizer.param_groups
+        distributed._ringlet_synchronized = distributed._ringlet_implied = False
+        distributed._ringlet_skip = distributed._ringlet_stepping = False
+    # A scheduler made for the original has wrapped its step on the instance; ours must be found.
+    distributed.__dict__.pop("step", None)
     distributed._ringlet_original = optimizer
-    distributed._ringlet_synchronized = False
-    distributed._ringlet_skip = distributed._ringlet_stepping = False
     result: Opt = distributed
     return result
+
+
+def _check_optimizer(optimizer: object) -> None:
+    """Raise ValueError or TypeError unless ``optimizer`` can be wrapped."""
+    refuse_wrapped(optimizer, (_Distributed, AdasumMixin))
+    if isinstance(optimizer, RefusesScaler):
+        raise ValueError(
+            f"{type(optimizer).__name__} communicates by itself: use it without "
+            "DistributedOptimizer"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"the first argument is a torch optimizer, such as torch.optim.SGD(model.parameters(), "
+            f"lr=0.1), not {_described(optimizer)}"
+        )
+
+
+def _reduction_of(
+    optimizer: torch.optim.Optimizer,
+    named: dict[str, torch.nn.Parameter],
+    options: Options,
+    masters_before: Masters | None,
+) -> dict[str, Any]:
+    """Make what reduces the gradients of ``named``, and masters if there are to be some.
+
+    Returns the attributes that keep them. The parameter groups of ``optimizer`` hold masters then.
+    """
+    policy = options.policy
+    scale, _ = going_on(policy, masters_before)
+    unscaling = Unscaling(scale.scale) if scale.watches else None
+    groups = grouped_names(named, options.grouping)
+    before, title = _reducer_of(optimizer), type(optimizer).__name__
+    if take_mark(optimizer.param_groups):
+        warn_of_loaded_too_early()
+    reducer = Reducer(named, options, groups, unscaling, before, title)
+    _reducers[optimizer] = weakref.ref(reducer)
+    masters = None
+    if acts(policy):
+        masters = Masters(optimizer, named, policy, unscaling, masters_before)
+        _masters[optimizer] = masters
+        masters.deliver_to(reducer)
+    return {"_ringlet": reducer, "_ringlet_masters": masters}
 
 
 def _reducer_of(optimizer: torch.optim.Optimizer) -> Reducer | None:
