@@ -51,15 +51,13 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            _improve(error, function, args, kwargs)
+            _improve(error, function, kwargs)
             raise
 
     return call
 
 
-def _improve(
-    error: Exception, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> None:
+def _improve(error: Exception, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     """Say more of arguments that do not fit, and cut the traceback of what is the user's mistake.
 
     Apart from ``public``: a frame that names a traceback of its own would live, with the user's
@@ -67,7 +65,7 @@ def _improve(
     """
     below = error.__traceback__ and error.__traceback__.tb_next
     if below is None and isinstance(error, TypeError):
-        error.args = (_better(function, args, kwargs, str(error)),)
+        error.args = (_better(function, kwargs, str(error)),)
     if (below is None or _on_purpose(error, below)) and not debugging():
         error.__traceback__ = None  # a bare raise adds no frame of its own
         vars(error)[_CUT] = True
@@ -92,7 +90,7 @@ def no_such_keyword(function: str, keyword: str, known: list[str]) -> str:
     )
 
 
-def _better(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], said: str) -> str:
+def _better(function: Callable[..., Any], kwargs: dict[str, Any], said: str) -> str:
     """Return what Python ``said`` of arguments that do not fit, or more than that."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(function).parameters.values()

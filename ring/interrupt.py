@@ -131,11 +131,6 @@ class Connections:
                 return None if least == _UNKNOWN else least / 1e6
         return None
 
-    def round_trips(self) -> tuple[float, float]:
-        """Return the seconds to the nearest end and back, and to the farthest one; 0 if unknown."""
-        seen = [trip for trip in self.trips() if trip is not None] or [0.0]
-        return min(seen), max(seen)
-
     def severed(self) -> list[int]:
         """Return the ranks at the other ends of connections that have ended, ascending."""
         ranks = list(self._ranks.items())

@@ -95,10 +95,10 @@ class Flight:
         Raises what the last one did, unless the exchange takes care of it.
         """
         error, self.error = self.error, None
-        try:
-            self.wire = next(self.steps) if error is None else self.steps.throw(error)
-        except StopIteration:
+        wire = resume(self.steps, error)
+        if wire is None:
             return False
+        self.wire = wire
         return True
 
     def communicate(self) -> None:

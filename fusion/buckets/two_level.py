@@ -26,7 +26,8 @@ from ringlet.fusion.planning.strategy import choose
 from ringlet.fusion.process_set import Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.recording.watched_communicator import unwatched
-from ringlet.ring.collectives.two_level import Allocate, HostShard, room_of, two_level, within
+from ringlet.ring.collectives.compressed import Allocate
+from ringlet.ring.collectives.two_level import HostShard, room_of, two_level, within
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.pipeline import ALONE, Steps

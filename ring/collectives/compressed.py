@@ -30,11 +30,12 @@ from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import ExchangeFailed, ProtocolError
 from ringlet.ring.pipeline import Steps, Wire
 
-Allocate = Callable[[int], Array]
+Allocate = Callable[[int], Array]  # returns so many bytes (uint8)
 _MASK = (1 << 64) - 1  # a plan's hash has 64 bits
 
 
-def _allocate(nbytes: int) -> Array:
+def new_bytes(nbytes: int) -> Array:
+    """Return new memory (uint8) with undefined contents."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -53,7 +54,7 @@ class Encoded:
         self.nbytes = sum(self.counts)
 
 
-def encode(codec: Codec, allocate: Allocate = _allocate, room: int = SEAL) -> Encoded:
+def encode(codec: Codec, allocate: Allocate = new_bytes, room: int = SEAL) -> Encoded:
     """Encode every part, one behind the other and each with ``room`` bytes behind it."""
     codec.prepare()
     parts = range(codec.parts)
@@ -66,7 +67,7 @@ def encode(codec: Codec, allocate: Allocate = _allocate, room: int = SEAL) -> En
     return Encoded(buffer[:start], counts)
 
 
-def blank(codec: Codec, allocate: Allocate = _allocate) -> Encoded:
+def blank(codec: Codec, allocate: Allocate = new_bytes) -> Encoded:
     """Return as many bytes as ``encode`` does with a codec whose payloads are of fixed size."""
     counts = [codec.capacity(part) + SEAL for part in range(codec.parts)]
     return Encoded(allocate(sum(counts)), counts)
@@ -126,7 +127,7 @@ class AllgatherReduce:
         codec: Codec,
         encoded: Encoded,
         sizes: Sequence[int],
-        allocate: Allocate = _allocate,
+        allocate: Allocate = new_bytes,
         plan: int = 0,
         siblings: Sequence[Communicator] = (),
         failure: Exception | None = None,
@@ -181,7 +182,7 @@ class ScatterReduce:
         comm: Communicator,
         codec: Codec,
         encoded: Encoded,
-        allocate: Allocate = _allocate,
+        allocate: Allocate = new_bytes,
         plan: int = 0,
         siblings: Sequence[Communicator] = (),
         failure: Exception | None = None,
@@ -252,7 +253,7 @@ def allgather_reduce(
     codec: Codec,
     encoded: Encoded,
     sizes: Sequence[int],
-    allocate: Allocate = _allocate,
+    allocate: Allocate = new_bytes,
     plan: int = 0,
 ) -> int:
     """Run one ``AllgatherReduce``; return the bytes this rank sent."""
@@ -263,7 +264,7 @@ def scatter_reduce(
     comm: Communicator,
     codec: Codec,
     encoded: Encoded,
-    allocate: Allocate = _allocate,
+    allocate: Allocate = new_bytes,
     plan: int = 0,
 ) -> int:
     """Run one ``ScatterReduce``; return the bytes this rank sent."""

@@ -25,22 +25,18 @@ import numpy as np
 from ringlet.ring.collectives.codec import Codec
 from ringlet.ring.collectives.compressed import (
     AllgatherReduce,
+    Allocate,
     Encoded,
     Exchange,
     ScatterReduce,
     encode,
+    new_bytes,
 )
 from ringlet.ring.collectives.seal import SEAL
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import ExchangeFailed, Mismatch, PeerLost, ProtocolError
 from ringlet.ring.pipeline import Steps, Wire
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
-
-Allocate = Callable[[int], Array]
-
-
-def _allocate(nbytes: int) -> Array:
-    return np.empty(nbytes, np.uint8)
 
 
 def _nothing() -> None:
@@ -99,7 +95,7 @@ def two_level(
     receive: Array,
     counts: Sequence[int],
     shard: HostShard,
-    allocate: Allocate = _allocate,
+    allocate: Allocate = new_bytes,
     plan: int = 0,
 ) -> Steps:
     """Sum ``send`` (flat float32) over all ranks into ``receive``; collective.

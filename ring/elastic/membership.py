@@ -370,7 +370,7 @@ class Membership:
         elif self._waiting() and now >= self._due()[0]:
             if self.epoch or self._ready() < self.rules.np:
                 todo.over = (1, self._too_few(now))
-        elif self._waiting() and not self._may_suffice(now):
+        elif self._waiting() and not self._may_suffice():
             todo.over = self._failed or (1, self._too_few(now))
         elif (
             self.rules.reset_limit is not None
@@ -385,7 +385,7 @@ class Membership:
     def _needed(self) -> int:
         return self.rules.min_np if self.epoch else self.rules.np
 
-    def _may_suffice(self, now: float) -> bool:
+    def _may_suffice(self) -> bool:
         """Whether what is there, or may come by itself, can be enough."""
         barred = {h for h, each in self._barred.items() if each.until == float("inf")}
         open_ = {host: slots for host, slots in self._hosts.items() if host not in barred}
