@@ -1,4 +1,8 @@
-"""Adding up the gradients of several backward passes before they are reduced."""
+"""Adding up the gradients of several backward passes before they are reduced.
+
+For frameworks whose gradients are values. torch adds up in ``p.grad`` by itself, so its reducer
+counts passes only (``ringlet.torch.optimizer.reducer``).
+"""
 
 from __future__ import annotations
 

@@ -30,6 +30,11 @@ _CURE_OF_RATE = (
 )
 
 
+def is_compared(steps: int) -> bool:
+    """Whether ranks compare what they hold after so many steps: after 1, and 16, 32, 64, ..."""
+    return steps == 1 or (steps >= _AGAIN and steps.bit_count() == 1)
+
+
 class Drift:
     """Compares variables between ranks after the first step, and warns on one rank.
 
@@ -57,8 +62,7 @@ class Drift:
     @property
     def due(self) -> bool:
         """Whether the step at hand, the variables of which are those before it, is one to look."""
-        done = self._steps
-        return done == 1 or (done >= _AGAIN and done.bit_count() == 1)
+        return is_compared(self._steps)
 
     def compare(self, variables: Sequence[tuple[str, Array]], steps: int | None = None) -> None:
         """Begin to compare these with other ranks', which list them in the same order.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import math
 import weakref
@@ -31,7 +30,13 @@ from ringlet.shared.arrays import all_finite, allocate, flat
 from ringlet.shared.drift import Drift
 from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
-from ringlet.shared.model_agreement import EPOCH_ENDS, UNUSED, agree, common_names
+from ringlet.shared.model_agreement import (
+    EPOCH_ENDS,
+    UNUSED,
+    agree,
+    common_names,
+    told_alike,
+)
 from ringlet.shared.requests import check_predivide
 from ringlet.shared.residual_store import (
     fit_all,
@@ -174,7 +179,7 @@ class GradientReducer:
         self._restarts = 0  # since ranks began to count in common
         self._loaded: set[str] = set()  # names of a checkpoint, before there are gradients
         self._changes: ListChanges
-        self._steps: dict[tuple[Slot, ...], _Step] = {}
+        self._lists: dict[tuple[Slot, ...], _GradientList] = {}
         self._titles: dict[int, str] = {}  # by how many lists were declared before
         self._lock = self.memory.lock
 
@@ -263,7 +268,7 @@ class GradientReducer:
         """
         with self._lock:
             self.step = step
-            for each in self._steps.values():
+            for each in self._lists.values():
                 each.go_to(step)
 
     def restart(self, step: int) -> None:
@@ -343,8 +348,8 @@ class GradientReducer:
 
     def pass_over(self) -> None:
         """Take notice of steps that ranks have given up, as their lists of gradients differ."""
-        for step in self._steps.values():
-            step.pass_over()
+        for each in self._lists.values():
+            each.pass_over()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -356,22 +361,22 @@ class GradientReducer:
         outputs: Sequence[Array] | None,
         runtime: Runtime,
     ) -> list[Array]:
-        step, changes = self._steps.get(slots), self._changes
+        known, changes = self._lists.get(slots), self._changes
         compared = False  # in this call
-        if step is None or not changes.enter(step.group):
+        if known is None or not changes.enter(known.group):
             names, compared = self._compared(slots, unused), True
-            step = step or self._declared(slots, names, runtime)
+            known = known or self._declare(slots, names, runtime)
         self.memory.began()
         try:
-            results = step.run(arrays, outputs)
+            results = known.run(arrays, outputs)
         except Exception:
-            if changes.changed and step.group.told and not compared:
+            if changes.changed and known.group.told and not compared:
                 self._compared(slots, unused)  # which says more, and on all ranks
-            step.forget()
-            step.group.acknowledge()  # of a later step that is given up this is not the one
+            known.forget()
+            known.group.acknowledge()  # of a later step that is given up this is not the one
             raise
         self.memory.ended()
-        self.step = step.number
+        self.step = known.step
         return results
 
     def _compared(self, slots: Sequence[Slot], unused: Sequence[str]) -> list[str]:
@@ -382,7 +387,7 @@ class GradientReducer:
 
     def _compare(self, items: Sequence[tuple[str, str]]) -> list[str]:
         changed = self._changes.changed
-        which = f"change{self._changes.call}" if changed else len(self._steps)
+        which = f"change{self._changes.call}" if changed else len(self._lists)
         where = f"{self._label}.{which}", items, self.settings.process_set
         beside = self._beside
         if changed and self._counts:
@@ -416,7 +421,7 @@ class GradientReducer:
             self.memory.among = size
             self._titles = self._titles if same else {}
         if not self._is_bound(runtime):
-            self._runtime, self._bound, self._steps = runtime, True, {}
+            self._runtime, self._bound, self._lists = runtime, True, {}
             self._number, self._agreed, self._restarts = number, False, 0
             self._label = runtime.unnamed(self._kind, number)
             self._changes = ListChanges(runtime, self._label, number)
@@ -444,12 +449,14 @@ class GradientReducer:
     def _forget(self) -> None:
         if self._runtime is not None and self._counts:
             self._changes.renew()
-        steps, self._steps = self._steps, {}
-        for step in steps.values():
-            step.release()
+        lists, self._lists = self._lists, {}
+        for each in lists.values():
+            each.release()
 
-    def _declared(self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime) -> _Step:
-        number = len(self._steps)
+    def _declare(
+        self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime
+    ) -> _GradientList:
+        number = len(self._lists)
         label = f"{self._label}.{number}"
         self._adopt(names)
         if self._loaded:
@@ -458,15 +465,15 @@ class GradientReducer:
             self._warn_of_unmatched(names)
         self._warns = False
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
-        step = _Step(label, agreed, self.settings, self.memory.states, runtime, self.step)
-        self._settle(step, names, label)
+        made = _GradientList(label, agreed, self.settings, self.memory.states, runtime, self.step)
+        self._settle(made, names, label)
         title = self._titles.get(number) or runtime.title(self._title(names))
         self._titles[number] = title
-        step.show(runtime, title)
-        self._steps[slots] = step
-        return step
+        made.show(runtime, title)
+        self._lists[slots] = made
+        return made
 
-    def _settle(self, step: _Step, names: Sequence[str], label: str) -> None:
+    def _settle(self, declared: _GradientList, names: Sequence[str], label: str) -> None:
         """Let ranks that have loaded different states, or some of them none, begin alike.
 
         They count steps as the first rank does, for shared random numbers depend on it, and forget
@@ -476,10 +483,9 @@ class GradientReducer:
         memory, states = self.memory, self.memory.states
         common = [name for name in memory.in_common() if name in names]
         steps = [int(states[name].get("step", 0)) for name in names]
-        own = [common, step.number, steps]
-        digest = hashlib.blake2b(repr(own).encode(), digest_size=16).digest()
+        own = [common, declared.step, steps]
         process_set = self.settings.process_set
-        if json_exchange.alike(digest, f"{label}.alike", process_set):
+        if told_alike(own, f"{label}.alike", process_set):
             return
         expected = "what its compressors have in common with others, and steps"
         everyone = json_exchange.gather(own, f"{label}.states", process_set, expected, _is_state)
@@ -488,7 +494,7 @@ class GradientReducer:
         _, number, counted = everyone[0]
         for name, count in zip(names, counted, strict=True):
             states[name]["step"] = count
-        step.go_to(number)
+        declared.go_to(number)
 
     def _title(self, names: Sequence[str]) -> str:
         """Return what timelines and reports call this: the optimizer, and the model if known."""
@@ -498,7 +504,7 @@ class GradientReducer:
     def _adopt(self, names: Sequence[str]) -> None:
         """See that there is a state for each name: new, or restored under a name that is alike."""
         states = self.memory.states
-        restored = [] if self._steps else [name for name in states if name not in names]
+        restored = [] if self._lists else [name for name in states if name not in names]
         for name in names:
             left = [other for other in restored if other in states and alike(other, name)]
             if bare(states.get(name, {})) and len(left) == 1:
@@ -616,7 +622,7 @@ class Staying(GradientReducer):
         return self._alone(slots, arrays, outputs)
 
 
-class _Step:
+class _GradientList:
     """One list of gradients: the dense ones as a declared group, the others as rows."""
 
     def __init__(
@@ -629,7 +635,7 @@ class _Step:
         step: int,
     ) -> None:
         self._slots, self._settings = list(slots), settings
-        self.number = step
+        self.step = step
         number, op = settings.process_set.number(), settings.op
         self._dense = [slot for slot in slots if settings.dense(slot)]
         carried = [
@@ -687,7 +693,7 @@ class _Step:
 
     def go_to(self, step: int) -> None:
         """Let the next step be that of this number."""
-        self.number = step
+        self.step = step
         if self.group.step != step:
             self.group.restart(step)
 
@@ -723,7 +729,7 @@ class _Step:
         self.group.wait()
         for place, exchange in gathering:
             results[place : place + 2] = exchange.wait()
-        self.number += 1
+        self.step += 1
         return [array for array in results if array is not None]
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Reducers that no object of the program holds, as tapes are new in every step: by variables."""
+"""The reducers of tapes, which are new in every step: found again by the tapes' variables."""
 
 from __future__ import annotations
 

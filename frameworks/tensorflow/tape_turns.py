@@ -147,7 +147,7 @@ class TapeReducer(GradientReducer):
             raise
 
     def _agree_on_known(self, slots: tuple[Slot, ...]) -> None:
-        known = self._is_bound(current()) and slots in self._steps
+        known = self._is_bound(current()) and slots in self._lists
         where = f"{self._turns.label}.known", [(_KNOWN, str(known))], self.settings.process_set
         try:
             agree(f"variables of {KIND}", *where, _ANEW)

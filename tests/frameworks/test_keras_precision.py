@@ -225,7 +225,7 @@ def case_losses_on_digits_follow_float32():
         assert variables_equal([*model.trainable_weights, *optimizer.variables])
         assert isinstance(optimizer, hvd.LossScaleOptimizer) == policy.scale.watches
         assert not policy.scale.watches or int(optimizer.skipped_steps) == 0
-        (step,) = optimizer._ringlet._steps.values()
+        (step,) = optimizer._ringlet._lists.values()
         members = step.group.members.values()
         assert {str(member.declared) for member in members} == {spec or policy.compression}
         if policy.compression != "none" and spec is None:

@@ -823,7 +823,7 @@ def case_precision_of_a_tape():
     ):
         given, reducer = gradient(precision)
         assert np.allclose(given, exact, rtol=0.1)
-        (step,) = reducer._steps.values()
+        (step,) = reducer._lists.values()
         (member,) = step.group.members.values()
         assert str(member.declared) == spec
         assert way in (None, member.strategy)

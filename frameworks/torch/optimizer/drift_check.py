@@ -12,11 +12,11 @@ import torch
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.callers import outside
+from ringlet.shared.drift import is_compared
 from ringlet.torch.ops.replica_check import Comparison
 
 # What else is compared, which no parameter is called.
 _SETTINGS, _STEPS = "", "."
-_AGAIN = 16  # steps until ranks compare again; twice as many each time
 
 
 class DriftCheck:
@@ -52,7 +52,7 @@ class DriftCheck:
                 _warn(odd, step)
             self._warned = self._warned or odd is not None
         self._steps += 1
-        if self._steps == 1 or (self._steps >= _AGAIN and self._steps.bit_count() == 1):
+        if is_compared(self._steps):
             compared = {**self.parameters, _SETTINGS: _digest(_settings(self.groups or groups))}
             if self._steps == 1:  # later on ranks may have joined meanwhile
                 compared[_STEPS] = _digest(repr(sorted(steps().items())))
