@@ -1,4 +1,4 @@
-"""What can be wrong with a submission, beyond what the ring itself reports."""
+"""The engine's errors, beside the ring's, and how they name tensors and tell of plugins."""
 
 from __future__ import annotations
 
