@@ -19,15 +19,18 @@ SWITCHES = frozenset(name for name, (low, _) in BOUNDS.items() if low is False)
 
 
 def to_unit(setting: Setting, tuned: Sequence[str]) -> dict[str, float]:
-    """Return ``setting`` with every value between 0 and 1."""
+    """Return ``setting`` with every value between 0 and 1.
+
+    A value beyond its bounds, which a user may have set, is taken for the bound.
+    """
     unit: dict[str, float] = {}
     for name in tuned:
         if name in SWITCHES:
             unit[name] = float(setting[name])
             continue
         low, high = BOUNDS[name]
-        place = math.log(setting[name] / low) / math.log(high / low)
-        unit[name] = min(1.0, max(0.0, place))
+        within = min(high, max(low, setting[name]))  # 0, too, of which there is no logarithm
+        unit[name] = math.log(within / low) / math.log(high / low)
     return unit
 
 

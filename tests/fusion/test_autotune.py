@@ -61,6 +61,20 @@ def test_whole_numbers_and_switches_have_places_of_their_own(streams, cache, hie
     assert place["cache"] == (cache >= 0.5)
 
 
+def test_settings_beyond_the_bounds_have_the_place_of_the_bound():
+    """A user may have set a threshold of 0, which fuses nothing, and tune from there."""
+    for name, (low, high) in BOUNDS.items():
+        assert to_unit({name: low}, [name]) == {name: 0.0}
+        assert to_unit({name: high}, [name]) == {name: 1.0}
+    assert to_unit(
+        {"fusion_threshold": 0, "cycle_time": 0.0}, ["fusion_threshold", "cycle_time"]
+    ) == {
+        "fusion_threshold": 0.0,
+        "cycle_time": 0.0,
+    }
+    assert to_unit({"cycle_time": 1.0}, ["cycle_time"]) == {"cycle_time": 1.0}
+
+
 def test_every_number_of_streams_can_be_reached():
     assert {from_unit({"streams": i / 50})["streams"] for i in range(51)} == set(range(1, 9))
 
