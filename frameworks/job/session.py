@@ -188,21 +188,18 @@ def init(
     The environment says how: ``ringlet run``, torchrun, mpiexec and Slurm are understood, and
     without a launcher there is one rank. ``transport`` ("mpi", "gloo") overrides, or a ``comm``
     that exists. ``autotune`` and ``join_divisor`` stand for RINGLET_AUTOTUNE and
-    RINGLET_JOIN_DIVISOR. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL,
-    sets the level of logger "ringlet". Raises LaunchError when launcher and transport disagree on
-    the size, or in a process that was started from one that had called this; TransportUnavailable
-    when something is not installed; ValueError when this was called before with another transport,
-    what was asked for cannot be, or variables of the environment are misspelt or wrong.
+    RINGLET_JOIN_DIVISOR. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL, sets the level of logger
+    "ringlet".
+
+    Raises LaunchError when launcher and transport disagree on the size, or in a process that was
+    started from one that had called this; TransportUnavailable when something is not installed;
+    ValueError when this was called before with another transport, what was asked for cannot be, or
+    variables of the environment are misspelt or wrong.
     """
     global _process, _asked, _joined
     existing = _current()
     if existing is not None and existing.pid == os.getpid():
-        wanted = transport or (comm.base.name if comm is not None else existing.transport)
-        if wanted != existing.transport:
-            raise ValueError(
-                f"already initialised with transport {existing.transport!r}; call shutdown() "
-                f"before init(transport={wanted!r})"
-            )
+        _refuse_another_transport(existing, transport, comm)
         return existing
     if existing is not None and existing.size > 1:
         raise LaunchError(
@@ -217,36 +214,22 @@ def init(
     refuse_strangers_kernels(os.environ)
     limits, wishes = limits_from({**os.environ, **asked}), wishes_from(os.environ)
     level = level_from(os.environ)
-    given = comm
-    if given is None and is_elastic() and not _joined and (specs := told_specs()) is not None:
+    if comm is None and is_elastic() and not _joined and (specs := told_specs()) is not None:
         warm_up(specs)
-    while True:
-        comm = connect(transport) if given is None else given
-        threads = isinstance(comm, LocalCommunicator) and comm is this_thread()
-        show(level, None if threads else comm.rank)
-        try:
-            runtime = Runtime(comm, limits, wishes)
-            break
-        except BaseException as error:
-            if not threads:
-                comm.close()  # others wait for this rank
-            if given is not None or not is_elastic() or not isinstance(error, PeerLost):
-                raise
-            note_lost(error.ranks)  # before all had met: the next epoch is without it
-    if given is None:
+    runtime, in_thread = _met(transport, comm, limits, wishes, level)
+    if comm is None:
         _asked = transport, autotune, join_divisor
         _joined = True
         if is_elastic():
             tell_met()
-    if comm.rank == 0 and (strangers := unknown(os.environ)):
+    if runtime.rank == 0 and (strangers := unknown(os.environ)):
         log.warning("%s: no variable of Ringlet's, and not read", ", ".join(strangers))
-    if isinstance(comm, LocalCommunicator) and threads:
+    if in_thread:
         _thread.runtime = runtime
-        comm.before_close = runtime.engine.shutdown
     else:
         _process = runtime
         atexit.register(runtime.close)
-        if given is None and comm.size > 1:
+        if comm is None and runtime.size > 1:
             mark_rank()
     try:
         switch_on(runtime.engine, runtime.topology, os.environ)
@@ -254,6 +237,48 @@ def init(
         shutdown()
         raise
     return runtime
+
+
+def _refuse_another_transport(
+    existing: Runtime, transport: str | None, comm: Communicator | None
+) -> None:
+    """Raise ValueError where ``init`` is called again for another transport."""
+    wanted = transport or (comm.base.name if comm is not None else existing.transport)
+    if wanted != existing.transport:
+        raise ValueError(
+            f"already initialised with transport {existing.transport!r}; call shutdown() "
+            f"before init(transport={wanted!r})"
+        )
+
+
+def _met(
+    transport: str | None,
+    given: Communicator | None,
+    limits: Limits,
+    wishes: Collection[str],
+    level: int | None,
+) -> tuple[Runtime, bool]:
+    """Connect, unless a communicator is ``given``, and meet the other ranks.
+
+    Returns the runtime, and whether this rank is a thread of a process that holds several. In an
+    elastic job a rank may be lost before all have met: the others meet again in the next epoch.
+    """
+    while True:
+        comm = connect(transport) if given is None else given
+        in_thread = isinstance(comm, LocalCommunicator) and comm is this_thread()
+        show(level, None if in_thread else comm.rank)
+        try:
+            runtime = Runtime(comm, limits, wishes)
+        except BaseException as error:
+            if not in_thread:
+                comm.close()  # others wait for this rank
+            if given is not None or not is_elastic() or not isinstance(error, PeerLost):
+                raise
+            note_lost(error.ranks)
+            continue
+        if in_thread:
+            comm.before_close = runtime.engine.shutdown
+        return runtime, in_thread
 
 
 def init_again() -> Runtime:
