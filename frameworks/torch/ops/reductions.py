@@ -15,7 +15,7 @@ import torch
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.specs.routes import Spec
-from ringlet.fusion import Request
+from ringlet.fusion import Handle, Request
 from ringlet.fusion.requests.series import Series, prototype_of
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current
@@ -280,7 +280,7 @@ class _Asked:
         return alike and self.single is single and self.kinds == kinds
 
 
-_ASKED = 1 << 13  # names whose calls are kept
+_MOST_ASKED = 1 << 13  # names whose calls are kept
 
 
 def _start_one(
@@ -352,17 +352,11 @@ def _start(
     kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
     what = compressor, op, factors, single, kinds
     direct = not tangled and all(map(taken_as_it_is, tensors))
-    known = _asked_of(runtime)
-    asked = None if name is None else known.get((number, name))
+    asked = None if name is None else _asked_of(runtime).get((number, name))
     if asked is not None and asked.is_for(*what) and direct and all(map(taken_as_it_is, outputs)):
-        arrays = [flat(tensor) for tensor in tensors]
-        targets = [
-            array if output is tensor else flat(output)
-            for array, tensor, output in zip(arrays, tensors, outputs, strict=True)
-        ]
-        used = [asked.used] * len(tensors)
-        items = zip(asked.requests, arrays, targets, used, strict=True)
-        return WrittenHandle(runtime.engine.submit_all(list(items), waits), outputs, single)
+        return WrittenHandle(
+            _submit_again(runtime, asked, tensors, outputs, waits), outputs, single
+        )
     base = name or _unnamed(runtime, number, compressor, single)
     places = [place_of(tensor, op) for tensor in tensors]
     sources = [_source(t, op, compressor, p) for t, p in zip(tensors, places, strict=True)]
@@ -385,16 +379,35 @@ def _start(
         process_set=number,
     )
     if direct and (single or name is not None) and all(map(is_, sources, tensors)):
-        if len(known) >= _ASKED:
-            known.clear()
-        if name is not None:
-            known[number, name] = _Asked(*what, requests, plain)
-        else:
-            series, prototypes = runtime.series("allreduce", number), [prototype_of(requests[0])]
-            asked = _Asked(*what, prototypes, plain, series)
-            request = requests[0]
-            known[number, None] = known[number, (request.storage, request.shape)] = asked
+        _remember(runtime, number, name, _Asked(*what, requests, plain))
     return _submit(runtime, requests, sources, outputs, plain, single, waits, tangled)
+
+
+def _submit_again(
+    runtime: Runtime, asked: _Asked, tensors: Tensors, outputs: Tensors, waits: bool
+) -> list[Handle]:
+    """Submit ``tensors`` as was ``asked`` before; the engine takes them, and ``outputs``, as is."""
+    arrays = [flat(tensor) for tensor in tensors]
+    targets = [
+        array if output is tensor else flat(output)
+        for array, tensor, output in zip(arrays, tensors, outputs, strict=True)
+    ]
+    used = [asked.used] * len(tensors)
+    items = zip(asked.requests, arrays, targets, used, strict=True)
+    return runtime.engine.submit_all(list(items), waits)
+
+
+def _remember(runtime: Runtime, number: int, name: str | None, asked: _Asked) -> None:
+    """Keep what a call ``asked`` for, by process set and name, or in its series without a name."""
+    known = _asked_of(runtime)
+    if len(known) >= _MOST_ASKED:
+        known.clear()
+    if name is not None:
+        known[number, name] = asked
+        return
+    request = asked.requests[0]
+    asked.requests, asked.series = [prototype_of(request)], runtime.series("allreduce", number)
+    known[number, None] = known[number, (request.storage, request.shape)] = asked
 
 
 def _submit(
