@@ -34,6 +34,13 @@ def hold_standard_descriptors() -> None:
         sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
 
 
+def flush_standard_streams() -> None:
+    """Print what Python has kept back, so that it comes before what others print from now on."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+            stream.flush()
+
+
 def allow_more() -> None:
     """Let this process have as many as it may, up to 65536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -8,14 +8,17 @@ import os
 import select
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from ringlet.ring.control import pulse
-from ringlet.ring.descriptors import hold_standard_descriptors, more_descriptors
+from ringlet.ring.descriptors import (
+    flush_standard_streams,
+    hold_standard_descriptors,
+    more_descriptors,
+)
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.held_back import HeldBack
 from ringlet.ring.elastic.membership import LEAVE, Decisions, JobMember, Membership
@@ -29,17 +32,15 @@ from ringlet.ring.hosts.remote import Reach, start_agent
 from ringlet.ring.launch import start
 from ringlet.ring.launch.horovod_hint import horovod_hint
 from ringlet.ring.launch.rank_table import Rank, RankTable
-from ringlet.ring.launch.signed_pickle import parcel_key
+from ringlet.ring.launch.signed_pickle import leave_parcels
 from ringlet.ring.processes import processes, torchrun
 from ringlet.ring.processes.output import HIGH, Printer
 from ringlet.ring.processes.signals import Signals
 from ringlet.ring.rendezvous import epochs
 from ringlet.ring.variables import check
-from ringlet.ring.wire.framing import seal
 from ringlet.ring.wire.keys import MEMBER
 from ringlet.ring.wire.kv_store import KvStore
-from ringlet.ring.wire.launch_link import Kind, store_key
-from ringlet.ring.wire.listener import Listener
+from ringlet.ring.wire.launch_link import Kind
 
 LOCAL = "127.0.0.1"
 GRACE = 5.0  # seconds between asking members to end and killing them, and until they are given up
@@ -149,9 +150,7 @@ class Driver:
         """
         self._printer = printer
         hold_standard_descriptors()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
+        flush_standard_streams()
         if verbose:
             what, least = shlex.join(self._command), self._rules.min_np
             first = "1 rank" if self._rules.np == 1 else f"{self._rules.np} ranks"
@@ -170,17 +169,9 @@ class Driver:
             own = self._address(hosts)
             self._local = own == LOCAL and self._engine is None
             secret = self._engine.secret if self._engine is not None else None
-            try:
-                self._listener = Listener(0, own, secret=secret)
-            except OSError as error:
-                raise LaunchError(
-                    f"cannot listen on {own}: {error.strerror}; name this host's"
-                    " --network-interface"
-                ) from error
+            self._listener = start.listen_for_wrappers(0, own, secret)
             stack.enter_context(contextlib.closing(self._listener))
-            self.key = parcel_key(store_key(self._listener.secret))
-            for name, data in (parcels or {}).items():
-                self.kv_store.put(name, seal(self.key, name, data))
+            self.key = leave_parcels(self.kv_store, self._listener.secret, parcels)
             self._rank_table = RankTable([], printer, self._task, place=b"{}")
             self.kv_store.leave(epochs.CHANGES, b"0")
             self.kv_store.leave(epochs.SPECS, b"null")

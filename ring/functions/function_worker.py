@@ -12,6 +12,7 @@ import sys
 import traceback
 from typing import Any
 
+from ringlet.ring.descriptors import flush_standard_streams
 from ringlet.ring.errors import LOST_PEER, PeerLost
 from ringlet.ring.launch.signed_pickle import error_name, parcel_key, pickler, result_name
 from ringlet.ring.rendezvous.exit_hooks import report_loss
@@ -69,6 +70,5 @@ if __name__ == "__main__":
     who = os.environ.get(MEMBER, os.environ["RINGLET_RANK"])  # ranks of members change
     code = main(client(), key, int(who))
     if code:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        flush_standard_streams()
         os._exit(code)  # MPI_Finalize would wait for ranks that wait for this one

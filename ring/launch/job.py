@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import select
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringlet.ring.descriptors import hold_standard_descriptors, more_descriptors
-from ringlet.ring.errors import LOST_PEER, LaunchError
+from ringlet.ring.descriptors import (
+    flush_standard_streams,
+    hold_standard_descriptors,
+    more_descriptors,
+)
+from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.absence import Absence
@@ -18,14 +21,12 @@ from ringlet.ring.launch.failure_report import FailureReport
 from ringlet.ring.launch.helpers import Helpers
 from ringlet.ring.launch.plan import Plan
 from ringlet.ring.launch.rank_table import RankTable
-from ringlet.ring.launch.signed_pickle import parcel_key
+from ringlet.ring.launch.signed_pickle import leave_parcels
+from ringlet.ring.launch.start import listen_for_wrappers
 from ringlet.ring.launch.termination import Termination
 from ringlet.ring.processes.output import HIGH, Printer
 from ringlet.ring.processes.signals import Signals
-from ringlet.ring.wire.framing import seal
 from ringlet.ring.wire.kv_store import KvStore
-from ringlet.ring.wire.launch_link import store_key
-from ringlet.ring.wire.listener import Listener
 
 GRACE = 5.0  # seconds between asking the ranks to end and killing them
 
@@ -129,26 +130,15 @@ class Job:
         ``parcels`` are left for them in the store, sealed with ``key``.
         """
         hold_standard_descriptors()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()  # what was printed before comes before
+        flush_standard_streams()
         with contextlib.ExitStack() as stack:
             stack.callback(self.printer.close)
             site = self._plan.site
             arrived = site.reach.arrived
             secret = arrived.secret if arrived else None
-            own = site.address()
-            try:
-                self._listener = Listener(self._plan.size, own, secret=secret)
-            except OSError as error:
-                raise LaunchError(
-                    f"cannot listen on {own}: {error.strerror}; name this host's"
-                    " --network-interface"
-                ) from error
+            self._listener = listen_for_wrappers(self._plan.size, site.address(), secret)
             stack.enter_context(contextlib.closing(self._listener))
-            self.key = parcel_key(store_key(self._listener.secret))
-            for name, data in (parcels or {}).items():
-                self.kv_store.put(name, seal(self.key, name, data))
+            self.key = leave_parcels(self.kv_store, self._listener.secret, parcels)
             self._signals = stack.enter_context(Signals())
             stack.callback(self._release)
             managed = self._plan.transport == "mpi" and self._plan.pmi is None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from types import ModuleType
 
-from ringlet.ring.wire.framing import derive
+from ringlet.ring.wire.framing import derive, seal
+from ringlet.ring.wire.kv_store import KvStore
+from ringlet.ring.wire.launch_link import store_key
 
 
 def pickler() -> ModuleType:
@@ -20,6 +23,14 @@ def pickler() -> ModuleType:
 def parcel_key(store: bytes) -> bytes:
     """Return the key that parcels are sealed with, made of the store's."""
     return derive(store, "parcels")
+
+
+def leave_parcels(kv_store: KvStore, secret: bytes, parcels: Mapping[str, bytes] | None) -> bytes:
+    """Leave ``parcels`` in the store of the job that has this ``secret``; return their key."""
+    key = parcel_key(store_key(secret))
+    for name, data in (parcels or {}).items():
+        kv_store.put(name, seal(key, name, data))
+    return key
 
 
 def result_name(rank: int) -> str:

@@ -22,6 +22,7 @@ from ringlet.ring.rendezvous.environment import check_transport
 from ringlet.ring.rendezvous.epochs import EPOCH
 from ringlet.ring.wire.keys import MEMBER
 from ringlet.ring.wire.launch_link import ADDRESS, SECRET
+from ringlet.ring.wire.listener import Listener
 
 LONGEST = 3600.0  # seconds for mpiexec to answer: what is to wait takes no more than 24 days
 WRAPPER = [sys.executable, "-P", "-m", "ringlet.ring.processes.rank_wrapper"]
@@ -214,6 +215,16 @@ class Started:
     process: subprocess.Popen[bytes]
     who: str
     ranks: frozenset[int]
+
+
+def listen_for_wrappers(size: int, address: str, secret: bytes | None) -> Listener:
+    """Listen at ``address`` for the wrappers of ``size`` ranks. Raises LaunchError."""
+    try:
+        return Listener(size, address, secret=secret)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen on {address}: {error.strerror}; name this host's --network-interface"
+        ) from error
 
 
 def start_wrappers(ranks: Iterable[int], env: Mapping[str, str], noise: Any) -> Iterator[Started]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any, NoReturn
 
+from ringlet.ring.descriptors import flush_standard_streams
 from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost
 from ringlet.ring.process_owner import is_lent
 from ringlet.ring.rendezvous.epochs import leaving_name
@@ -67,9 +67,7 @@ def _hook(always: bool) -> None:
         if asked and not failed and os.getpid() == rank:
             tell_leaving(code(), os.environ)
         if child or (failed and (always or isinstance(failed[0], PeerLost))):
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    stream.flush()
+            flush_standard_streams()
             os._exit(code() if failed else 0)
 
     def exit_with(status: Any = None, /) -> NoReturn:
