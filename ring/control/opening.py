@@ -46,36 +46,24 @@ def open_control(
         return _open_local(comm, handler)
     hosts = comm.allgather_bytes(_host())
     key = agreed_key(comm, "control plane", os.environ)
-    if comm.rank != 0:
-        meeting = comm.broadcast_bytes(None)
-        if not meeting:
-            raise RingError("rank 0 could not open the control plane; its own error says why")
-        address, port, pulse, seconds = meeting[_SALT:].decode().split(" ")
-        secret = derive(key, meeting[:_SALT].hex())
-        beating, limit = None, float(seconds)
-        if limit:
-            listener = address, int(pulse)
-            beating = start(comm.rank, comm.size, limit, secret, listener, timeout)
-        try:
-            where = address, int(port)
-            control = join(where, secret, comm.rank, comm.size, timeout, lambda: _severed(comm))
-        except BaseException:
-            if beating is not None:
-                beating.kill()
-                beating.wait()
-            raise
-        if beating is not None:
-            _watch(control, beating, limit, comm).wait_joined(timeout)
-        return control
+    if comm.rank == 0:
+        return _open_as_hub(comm, handler, key, len(set(hosts)) == 1, timeout)
+    return _meet_hub(comm, key, timeout)
+
+
+def _open_as_hub(
+    comm: Communicator, handler: Handler | None, key: bytes, one_host: bool, timeout: float
+) -> TcpHub:
+    """Listen as rank 0, tell the others where and how, and wait until they have joined."""
     listeners: list[socket.socket] = []
     try:
         if handler is None:
             raise ValueError("rank 0 needs a handler")
         heartbeat = seconds_from(os.environ)
-        address = "127.0.0.1" if len(set(hosts)) == 1 else own_address()
+        address = "127.0.0.1" if one_host else own_address()
         listeners.extend(listen(address) for _ in range(2))
     except Exception:
-        comm.broadcast_bytes(b"")
+        comm.broadcast_bytes(b"")  # the others wait to be told
         raise
     ports = " ".join(str(listener.getsockname()[1]) for listener in listeners)
     salt = secrets.token_bytes(_SALT)
@@ -96,6 +84,30 @@ def open_control(
         hub.close()
         raise
     return hub
+
+
+def _meet_hub(comm: Communicator, key: bytes, timeout: float) -> TcpControl:
+    """Join rank 0 where and how it tells, with a heartbeat where it has one."""
+    meeting = comm.broadcast_bytes(None)
+    if not meeting:
+        raise RingError("rank 0 could not open the control plane; its own error says why")
+    address, port, pulse, seconds = meeting[_SALT:].decode().split(" ")
+    secret = derive(key, meeting[:_SALT].hex())
+    beating, limit = None, float(seconds)
+    if limit:
+        listener = address, int(pulse)
+        beating = start(comm.rank, comm.size, limit, secret, listener, timeout)
+    try:
+        where = address, int(port)
+        control = join(where, secret, comm.rank, comm.size, timeout, lambda: _severed(comm))
+    except BaseException:
+        if beating is not None:
+            beating.kill()
+            beating.wait()
+        raise
+    if beating is not None:
+        _watch(control, beating, limit, comm).wait_joined(timeout)
+    return control
 
 
 def _watch(
