@@ -89,11 +89,11 @@ class TapeReducer(GradientReducer):
         self._turns = _turns(runtime, self.settings.process_set.number())
         self._changes = self._turns.lists
 
-    def _declared(self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime) -> Any:
+    def _declare(self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime) -> Any:
         others, self.others = self.others, []
         if others and self.settings.process_set.rank() == 0 and not self.memory.norm():
             self._warn_of_former([other for each in others if (other := each()) is not None])
-        return super()._declared(slots, names, runtime)
+        return super()._declare(slots, names, runtime)
 
     def _warn_of_former(self, others: Sequence[GradientReducer]) -> None:
         """Warn of what is held back under a spec that was that of several steps, and is no more.
