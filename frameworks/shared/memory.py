@@ -50,6 +50,7 @@ class Memory:
         self.lock = threading.RLock()
         self._given: dict[str, list[tuple[Mapping[str, Any], int]]] = {}  # of tensors to come
         self._undo: Undo | None = None
+        self.reduced = 0  # steps, since somebody has set it to 0
         self._unfinished = False  # whether a step has begun, and was not reduced
 
     # -- a step -----------------------------------------------------------------------------------
@@ -67,11 +68,18 @@ class Memory:
 
     def ended(self) -> None:
         """Note that all of the step is reduced."""
+        self.reduced += self._unfinished
         self._unfinished = False
 
     def reopen(self) -> None:
         """Let ``take_back`` forget the last step after all."""
+        self.reduced -= not self._unfinished
         self._unfinished = True
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a step has begun, and was not reduced."""
+        return self._unfinished
 
     def take_back(self) -> None:
         """Forget the step at hand, which has failed: all is as it was before it."""

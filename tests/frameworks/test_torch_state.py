@@ -639,6 +639,73 @@ def case_who_has_changed_compressors_follows_who_has_not():
     assert hvd.replicas_equal(own.state_dict())
 
 
+def two_of_each():
+    """Return two models, their optimizers, and a committed state of all four."""
+    models = [model(), model(1)]
+    optimizers = [wrapped(own) for own in models]
+    rest = {"model2": models[1], "optimizer2": optimizers[1]}
+    state = hvd.elastic.TorchState(models[0], optimizers[0], **rest)
+    state.keep_steps()
+    return models, optimizers, state
+
+
+def backward_of(*models):
+    draw = torch.Generator().manual_seed(hvd.rank())
+    for own in models:
+        own(torch.randn(4, 48, generator=draw)).square().mean().backward()
+
+
+def case_a_state_goes_back_while_two_optimizers_reduce():
+    models, optimizers, state = two_of_each()
+    for own, optimizer in zip(models, optimizers, strict=True):
+        train(own, optimizer, 2)
+    state.save()
+    before = [p.detach().clone() for own in models for p in own.parameters()]
+    held = [optimizer.residual_norm() for optimizer in optimizers]
+    for fails in (0, 1):
+        backward_of(*models)
+        if hvd.rank() == 0:
+            optimizers[fails].abandon_step()
+        else:
+            with pytest.raises(RuntimeError, match="the script gave the step up"):
+                optimizers[fails].step()
+        state.restore()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert all(map(torch.equal, [p for own in models for p in own.parameters()], before))
+    assert [optimizer.residual_norm() for optimizer in optimizers] == held
+    for own, optimizer in zip(models, optimizers, strict=True):
+        train(own, optimizer, 1)
+        assert hvd.replicas_equal(own.state_dict())
+
+
+def case_a_step_that_one_of_two_optimizers_has_taken_is_not_taken_twice():
+    models, optimizers, state = two_of_each()
+    parameters = [p for own in models for p in own.parameters()]
+    committed = [p.detach().clone() for p in parameters]
+
+    def step(*taken):
+        backward_of(*models)
+        for optimizer in taken:
+            optimizer.step()
+
+    def taken_back():
+        state.take_back()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in parameters]
+
+    step(*optimizers)
+    taken = [p.detach().clone() for p in parameters]
+    step()  # and is lost before the first of them steps
+    assert all(map(torch.equal, taken_back(), taken))
+    step(optimizers[0])
+    assert all(map(torch.equal, taken_back(), committed))
+    assert [optimizer.residual_norm() for optimizer in optimizers] == [0, 0]
+    step(*optimizers)
+    assert all(map(torch.equal, parameters, taken))
+
+
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
 
 

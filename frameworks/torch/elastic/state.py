@@ -46,9 +46,13 @@ class TorchState(ObjectState):
             with at_work():
                 self._hooks.setdefault(hook, Undo()).remember(hook.memory.states)
         self._among = [holder.memory.among for holder in self.holders()]
+        for holder in self.holders():
+            holder.memory.reduced = 0
 
     def restore(self) -> None:
         """Go back to what was saved last, by this process: under whichever rank it was then."""
+        for reducer in self._reducers():
+            reducer.leave_step()
         for content in self._saved.values():
             if isinstance(content, dict) and isinstance(kept := content.get(STATE_KEY), dict):
                 kept.update(rank=rank(), size=size())
@@ -58,7 +62,7 @@ class TorchState(ObjectState):
                 with at_work():
                     self._hooks[hook].restore(hook.memory.states, counters=True)
         for holder, among in zip(self.holders(), self._among, strict=False):
-            holder.memory.among = among
+            holder.memory.among, holder.memory.reduced = among, 0
 
     def holders(self) -> Sequence[Reducer | HookMemory]:
         """Return the reducers of the optimizers, and what DDP hooks remember of the models."""
@@ -74,11 +78,18 @@ class TorchState(ObjectState):
             holder.memory.keep_steps()
 
     def take_back(self) -> None:
-        """Let compressors forget the step at hand."""
+        """Let compressors forget the step at hand; go back to the commit if a part of it is taken.
+
+        Of several optimizers, or hooks, some have then had more steps since the commit than others.
+        """
+        used = [h.memory for h in self.holders() if h.memory.unfinished or h.memory.reduced]
+        uneven = len({memory.reduced for memory in used}) > 1
         for reducer in self._reducers():
             reducer.take_back()
         for hook in self._memories():
             hook.memory.take_back()
+        if uneven:  # or the optimizers that have stepped would do so twice
+            self.restore()
 
     def content(self) -> dict[str, Any]:
         """Return all states, arrays in place of tensors, without what is each rank's own."""

@@ -337,8 +337,14 @@ class Reducer:
 
     def take_back(self) -> None:
         """Forget the step at hand, which has failed: compressors remember what was before it."""
-        self._end_step()
+        self.leave_step()
         self.memory.take_back()
+
+    def leave_step(self) -> None:
+        """End the step at hand, if there is one: another optimizer's failed meanwhile."""
+        if self._group is not None and self._group.in_step:
+            self._end("the state goes back to what it was")
+        self._end_step()
 
     def join_epoch(self) -> None:
         """In an elastic job: declare the gradients once to each epoch's engine, at the first use.
