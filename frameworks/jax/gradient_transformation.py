@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from ringlet.compressors.base.nesting import overrides
-from ringlet.compressors.states import resize
+from ringlet.compressors.states import prescale, resize
 from ringlet.jax.held_state import Held, flattened, merge_layouts, nested, store
 from ringlet.jax.ops.operands import dtype_of
 from ringlet.jax.ops.ordered_calls import Output, call
@@ -45,6 +45,7 @@ log = logging.getLogger("ringlet")
 Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # dtype and shape, by path and key
 
 _KIND, _RESIDUAL = "reduce_gradients", "residual"
+_DIVIDED = 2  # in ``present``
 _LATEST = 24  # schedules are tried at the steps 0, 1, 2, 4, ..., 2 ** _LATEST
 _carried: ContextVar[_CarriedOver | None] = ContextVar("carried over", default=None)
 _BROADCAST = "call params = hvd.broadcast_pytree(params) on all ranks before training"
@@ -60,8 +61,8 @@ class ReduceGradientsState(NamedTuple):
 
     ``step`` (int32) counts reductions. ``held`` has what compressors remember, arrays by the
     gradient's path and a key, such as ``held["dense/kernel"]["residual"]``; ``present`` (uint8)
-    says of each whether its compressor has made it yet. ``owner`` (int32) is whose they are: a
-    rank, and of how many.
+    says of each whether its compressor has made it yet: 1, or 2 where it compresses gradients
+    divided by the number of ranks. ``owner`` (int32) is whose they are: a rank, and of how many.
     """
 
     step: Any
@@ -199,7 +200,8 @@ class _Reductions:
         if carried is not None:
             step, filled, whose = carried.over_to(held, slots, self._settings)
         keys = [(path, key) for path in sorted(held) for key in sorted(held[path])]
-        present = [each in filled for each in keys] or [False]  # orbax saves no empty arrays
+        there = [self._mark(each[0]) if each in filled else 0 for each in keys]
+        present = there or [0]  # orbax saves no empty arrays
         arrays = jax.tree.map(jnp.array, held)
         owner = jnp.array(self._own(whose or [0, 1]), jnp.int32)
         return ReduceGradientsState(jnp.int32(step), jnp.array(present, jnp.uint8), arrays, owner)
@@ -245,7 +247,7 @@ class _Reductions:
             places: dict[str, dict[str, Array]] = {}
             for (path, key), target in zip(keys, kept, strict=True):
                 places.setdefault(path, {})[key] = target
-            memory = present, results[first], places
+            memory = present, results[first], places, max(given[1], 1)
             following[...] = self._run(slots, arrays[:first], results[:first], step, *memory, flag)
 
         aliases = tuple((first + 3 + i, first + 2 + i) for i in range(len(keys)))
@@ -265,6 +267,15 @@ class _Reductions:
         """Return this rank and their number; ``other`` where it is none of them."""
         ranks = self._settings.process_set
         return [ranks.rank(), ranks.size()] if ranks.included() else other
+
+    def _divides(self, path: str) -> bool:
+        """Whether a gradient is divided by the number of ranks before it is compressed."""
+        averages = self._settings.averages
+        return averages and self._settings.router(path).traits().predivide
+
+    def _mark(self, path: str) -> int:
+        """Return what ``present`` says of what is there of a gradient's compressor."""
+        return _DIVIDED if self._divides(path) else 1
 
     def _bind(self) -> None:
         """Forget what was among the ranks of another runtime: newcomers know nothing of it."""
@@ -328,17 +339,20 @@ class _Reductions:
         present: Array,
         now_present: Array,
         places: dict[str, dict[str, Array]],
+        among: int,
         flag: Array,
     ) -> int:
         """Reduce ``arrays`` into ``outputs``; what is remembered lies in ``places``.
 
-        ``flag`` is raised where parameters are to be compared. Returns the number of the next step.
+        It was so of ``among`` ranks. ``flag`` is raised where parameters are to be compared.
+        Returns the number of the next step.
         """
         if not self._settings.process_set.included():
             for array, out in zip(arrays, outputs, strict=True):
                 out[...] = array
             now_present[...] = present
             return step + 1
+        settings = self._settings
         self._labels(slots)  # those of the present ranks
         with self._lock:
             self._bind()
@@ -356,8 +370,14 @@ class _Reductions:
                     made = _OfOneList(self, self._settings, not self._reducers)
                     reducer = self._reducers[slots] = made
                     self._warn_of_forgotten(_of_paths(places, present))
+                divided = _of_paths(places, present == _DIVIDED)
                 for path, known in _of_paths(places, present).items():
-                    put(reducer.memory.states.setdefault(path, {}), nested(known))
+                    state = reducer.memory.states.setdefault(path, {})
+                    put(state, nested(known))
+                    if bool(divided[path]) != self._divides(path):  # another spec's
+                        before = among if divided[path] else 1
+                        after = settings.process_set.size() if self._divides(path) else 1
+                        prescale(state, settings.router(path), before / after)
                 for slot in slots:  # which compressors that remember nothing else count, too
                     reducer.memory.states.setdefault(slot.name, {})["step"] = step
                 reducer.go_to(step)
@@ -369,6 +389,7 @@ class _Reductions:
                     store(
                         reducer.memory.states[path], arrays_of, flags, f"the compressor of {path!r}"
                     )
+                    flags *= self._mark(path)
                     first += len(arrays_of)
                 now_present[first:] = 0
                 self._following, done = max(reducer.step, step + 1), key
