@@ -19,6 +19,7 @@ import ringlet.torch as hvd
 from ringlet.compressors import parse
 from ringlet.ring.errors import Mismatch
 from ringlet.shared.compression import as_router
+from ringlet.torch.elastic import state as elastic_state
 from ringlet.torch.optimizer import checkpoint
 
 pytestmark = pytest.mark.preloaded("torch")
@@ -663,10 +664,11 @@ def case_a_state_goes_back_while_two_optimizers_reduce():
     before = [p.detach().clone() for own in models for p in own.parameters()]
     held = [optimizer.residual_norm() for optimizer in optimizers]
     for fails in (0, 1):
-        backward_of(*models)
         if hvd.rank() == 0:
+            backward_of(models[1 - fails])
             optimizers[fails].abandon_step()
         else:
+            backward_of(*models)
             with pytest.raises(RuntimeError, match="the script gave the step up"):
                 optimizers[fails].step()
         state.restore()
@@ -704,6 +706,60 @@ def case_a_step_that_one_of_two_optimizers_has_taken_is_not_taken_twice():
     assert [optimizer.residual_norm() for optimizer in optimizers] == [0, 0]
     step(*optimizers)
     assert all(map(torch.equal, parameters, taken))
+
+
+def case_ranks_change_while_one_of_two_optimizers_reduces():
+    models, optimizers, state = two_of_each()
+    for own, optimizer in zip(models, optimizers, strict=True):
+        train(own, optimizer, 1)
+    before = [p.detach().clone() for p in models[1].parameters()]
+    held = optimizers[1].residual_norm()
+    backward_of(models[1])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(elastic_state, "is_elastic", lambda: True)
+        state.sync()
+    assert all(map(torch.equal, models[1].parameters(), before))
+    assert optimizers[1].residual_norm() == held
+    train(models[1], optimizers[1], 1)
+    assert hvd.replicas_equal(models[1].state_dict())
+
+
+def case_nothing_is_loaded_between_backward_and_step():
+    own = model()
+    optimizer = wrapped(own, base=torch.optim.SGD)
+    train(own, optimizer, 1)
+    kept = copy.deepcopy(optimizer.state_dict())
+    kept["param_groups"][0]["lr"] = 3.0
+    backward_of(own)
+    for name, load in (
+        ("load_state_dict", lambda: optimizer.load_state_dict(kept)),
+        ("load_sharded", lambda: optimizer.load_sharded([kept] * hvd.size())),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{name} between backward\(\) and step\(\)"):
+            load()
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    optimizer.step()
+    assert hvd.replicas_equal(own.state_dict())
+
+
+def case_an_optimizer_of_parameters_that_the_model_has_no_more_is_warned_of_once():
+    own = model()
+    optimizer = wrapped(own)
+    copied = copy.deepcopy(own)  # as fully_shard puts others into the model
+    backward_of(copied)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step()
+    (told,) = [str(w.message) for w in caught if "fully_shard" in str(w.message)]
+    assert "none of the 4 parameter(s) of this DistributedOptimizer a gradient" in told
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(own, wrapped(own), 1)  # nor where gradients are put there
+        by_hand = wrapped(own)
+        for p in own.parameters():
+            p.grad = torch.ones_like(p)
+        by_hand.step()
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

@@ -106,6 +106,8 @@ class TorchState(ObjectState):
         In an elastic job, what a rank has done alone since ranks agreed last (DiLoCo) stays.
         """
         kept = []
+        for reducer in self._reducers() if is_elastic() else []:
+            reducer.take_back()  # a step that was under way where another optimizer's was committed
         if self._synchronised and is_elastic():
             local = [value for name in self._names if hasattr(value := getattr(self, name), _ALONE)]
             kept = [(value, value.progress()) for value in local]

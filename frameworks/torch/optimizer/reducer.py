@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.precision.reduction import carrier
+from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import Mismatch, RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
@@ -31,6 +33,7 @@ from ringlet.shared.requests import check_predivide
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.optimizer.drift_check import DriftCheck
+from ringlet.torch.optimizer.frozen import is_zero
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
 from ringlet.torch.optimizer.naming import refuse_strays, warn_of_unmatched
@@ -123,6 +126,7 @@ class Reducer:
         self._declared: dict[str, Compressor] = {}  # with what, by parameter
         self._finalizer: Any = None
         self._alone = False  # whether it is known that nobody else reduces
+        self._awaits = True  # a first gradient
         self._owing = False  # whether ranks that are no more have left residuals to this one
         self._included = process_set.included()
         warn_of_unmatched(options.router, named)
@@ -142,8 +146,7 @@ class Reducer:
         Residuals carry over to compressors with error feedback, and all that is in units of the
         gradient where nothing but options changes. The first rank warns of what is forgotten.
         """
-        if self.in_flight:
-            raise RuntimeError("set_compression between backward() and step()")
+        self.refuse_mid_step("set_compression")
         self.memory.change(as_router(compression))
         if not self._elastic or self._engine is current().engine:
             self._declare(self.step)
@@ -155,10 +158,14 @@ class Reducer:
     def set_passes(self, passes: int) -> None:
         """Reduce after ``passes`` backward passes from now on; RuntimeError during a step."""
         check_passes(passes)
-        if self.in_flight:
-            raise RuntimeError("set_backward_passes_per_step between backward() and step()")
+        self.refuse_mid_step("set_backward_passes_per_step")
         self.passes = passes
         self._left = dict.fromkeys(self.parameters, passes)
+
+    def refuse_mid_step(self, what: str) -> None:
+        """Raise RuntimeError, which says ``what`` cannot be, while gradients are being reduced."""
+        if self.in_flight:
+            raise RuntimeError(f"{what} between backward() and step()")
 
     def forget_passes(self) -> None:
         """Begin to count backward passes anew: what they left was discarded."""
@@ -245,6 +252,7 @@ class Reducer:
         except RuntimeError as error:
             raise self.given_up(error) from None
         changed = self._handed.changed(self.parameters)
+        self._warn_without_gradients()
         if self._group is None:
             self._synchronize_alone(changed)
             return
@@ -615,6 +623,22 @@ class Reducer:
             self._alike.tell(self._group.turn)  # first: with what is handed in, others may end it
         self.memory.began(fresh=not self.in_flight)
         self.in_flight = True
+
+    def _warn_without_gradients(self) -> None:
+        """Warn in the first step if no parameter has a gradient: the model may have others."""
+        if not self._awaits:
+            return
+        self._awaits = False
+        there = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if self.renewed or self._group is None or any(not is_zero(grad) for grad in there):
+            return
+        warnings.warn(
+            f"backward() has given none of the {len(self.parameters)} parameter(s) of this "
+            "DistributedOptimizer a gradient on this rank before its first step(). If the model "
+            "has other parameters by now, make the optimizer of those: fully_shard, for one, "
+            "replaces them (and hvd.compress_fsdp reduces them, with the bare optimizer)",
+            stacklevel=outside(),
+        )
 
     def _take_over(self) -> None:
         self._hooks.take_over()

@@ -258,8 +258,10 @@ class _Distributed:
 
         Warns where they are another rank's, and starts without any; and of what does not fit,
         because a parameter, or its compressor, is another than when it was saved. Ranks that load
-        on their own need ``broadcast_optimizer_state`` afterwards, as with any optimizer.
+        on their own need ``broadcast_optimizer_state`` afterwards, as with any optimizer. Raises
+        RuntimeError between ``backward`` and ``step``.
         """
+        self._ringlet.refuse_mid_step("load_state_dict")
         if "param_groups" not in state_dict:
             raise ValueError("no 'param_groups': this is not what an optimizer's state_dict() gave")
         given = dict(state_dict)
@@ -276,7 +278,9 @@ class _Distributed:
         Each rank passes all ranks' ``state_dict()``. With as many ranks as before, training goes
         on bit for bit; with another number, averages carry over of what is in units of the
         gradient, such as residuals and momenta; the rest of what compressors remembered does not.
+        Raises RuntimeError between ``backward`` and ``step``.
         """
+        self._ringlet.refuse_mid_step("load_sharded")
         own, shards = shards_of(state_dicts, current().rank)
         if not shards:
             raise ValueError("none of these states holds residuals; use load_state_dict")
