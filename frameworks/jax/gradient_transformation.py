@@ -226,7 +226,12 @@ class _Reductions:
         remembered = [state.held[path][key] for path, key in keys]
         missing = sorted(set(state.held) - {slot.name for slot in slots})
         if missing:
-            raise ValueError(f"the state is of other gradients: it remembers {missing[0]!r}")
+            raise ValueError(
+                f"the state is of other gradients: it remembers {missing[0]!r}, and these are "
+                f"{', '.join(repr(slot.name) for slot in slots[:3])}. Where a transformation has "
+                "parameters of its own, reduce inside it: "
+                "optax.lookahead(optax.chain(reduce_gradients(...), optimizer), ...)"
+            )
         outputs: list[Output] = [(slot.dtype, slot.shape) for slot in slots]
         outputs += [("uint8", tuple(state.present.shape)), ("int32", (2,))]
         outputs += [(array.dtype.name, tuple(array.shape)) for array in remembered]
