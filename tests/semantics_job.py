@@ -52,7 +52,7 @@ def watch_payloads(frameworks):
         used = encode(self, part, out)
         if self._small is not None:  # members that share a call
             payloads = self._payloads(part, out)
-            for i in self._small.places[part]:
+            for i in self._small.indices[part]:
                 note_of(self.members[i].context(part, self.parts), payloads[i])
         return used
 
@@ -62,9 +62,9 @@ def watch_payloads(frameworks):
     def summed(self):
         used = encode_sums(self)
         if self._small is not None:
-            for i in self._small.places[0]:
-                member, name, place = self._places[i]
-                note_of(member.context(0, 1), {name: self._buffer[place]})
+            for i in self._small.indices[0]:
+                member, name, span = self._slots[i]
+                note_of(member.context(0, 1), {name: self._buffer[span]})
         return used
 
     SumBucket._encode = summed
