@@ -262,6 +262,7 @@ def test_what_was_loaded_is_saved_again_before_a_step(kind, way):
     ringlet.run(work, np=2, transport="local")
 
 
+@pytest.mark.filterwarnings("error:backward.. has given none")
 @pytest.mark.filterwarnings("ignore:what compressors remember was loaded on rank")
 @pytest.mark.parametrize("spec", [None, "randomk(ratio=0.1, unbiased=False) | ef", "powersgd | ef"])
 @pytest.mark.parametrize("kind", ["onebit", "diloco"])

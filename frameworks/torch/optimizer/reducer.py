@@ -126,7 +126,7 @@ class Reducer:
         self._declared: dict[str, Compressor] = {}  # with what, by parameter
         self._finalizer: Any = None
         self._alone = False  # whether it is known that nobody else reduces
-        self._awaits = True  # a first gradient
+        self.awaits = True  # a first gradient; False where no backward pass brings them
         self._owing = False  # whether ranks that are no more have left residuals to this one
         self._included = process_set.included()
         warn_of_unmatched(options.router, named)
@@ -626,9 +626,9 @@ class Reducer:
 
     def _warn_without_gradients(self) -> None:
         """Warn in the first step if no parameter has a gradient: the model may have others."""
-        if not self._awaits:
+        if not self.awaits:
             return
-        self._awaits = False
+        self.awaits = False
         there = [p.grad for p in self.parameters.values() if p.grad is not None]
         if self.renewed or self._group is None or any(not is_zero(grad) for grad in there):
             return

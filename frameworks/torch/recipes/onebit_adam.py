@@ -74,6 +74,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
         uncompressed = Options(compression="none")
         self._reducer = Reducer(self._carriers, uncompressed, title="OneBitAdam")
+        self._reducer.awaits = False  # no backward pass knows carriers
         self._reducer.drift.parameters = named
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
