@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import logging
 import re
 import tempfile
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from told_warnings import warned
 
 import ringlet.jax as hvd
 from ringlet.compressors import Compressor, Payload, Traits, resolve
@@ -132,18 +131,6 @@ def case_names():
     assert sorted(listed.held) == ["0", "1/0"]
     shapes = jax.eval_shape(transformation.init, gradients(0))
     assert shapes.held["out"]["residual"].shape == (5000,)
-
-
-@contextmanager
-def warned(texts):
-    """Add to ``texts`` what is logged meanwhile."""
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("ringlet").addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger("ringlet").removeHandler(handler)
 
 
 def case_parameters_that_differ():

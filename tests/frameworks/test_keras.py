@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import tempfile
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import keras
@@ -15,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from told_warnings import warned
 
 import ringlet
 import ringlet.keras as hvd
@@ -61,18 +60,6 @@ def fit(model, callbacks=(), epochs=2, x=None, **options):
     given = given if x is None else x
     options = {"batch_size": 16, "verbose": 0, "epochs": epochs} | options
     return model.fit(given, y, callbacks=list(callbacks), **options).history
-
-
-@contextmanager
-def warned(texts):
-    """Add to ``texts`` what is logged meanwhile."""
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("ringlet").addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger("ringlet").removeHandler(handler)
 
 
 def case_fit():
@@ -369,21 +356,14 @@ def case_records_name_optimizer_and_model():
 
 def case_patterns_without_a_match():
     """A route that compresses nothing is named, once, on the first rank."""
-    import logging
-
     told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("ringlet").addHandler(handler)
-    try:
+    with warned(told):
         optimizer = hvd.DistributedOptimizer(
             keras.optimizers.SGD(0.1), compression={"embeding*": "fp16", "*": "none"}
         )
         model = small()
         model.compile(optimizer, "mse")
         fit(model, epochs=2)
-    finally:
-        logging.getLogger("ringlet").removeHandler(handler)
     assert len(told) == (hvd.rank() == 0)
     assert all("'embeding*' matches none of the variables" in text for text in told)
 

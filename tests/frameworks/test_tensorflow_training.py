@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import gc
-import logging
 import re
 import tempfile
 import threading
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from told_warnings import warned
 
 import ringlet
 import ringlet.tensorflow as hvd
@@ -26,18 +25,6 @@ from ringlet.tensorflow.tape import reducer_of_tape
 pytestmark = pytest.mark.preloaded("tensorflow")
 
 SPECS = (None, "fp16", "bf16", "int8 | ef", "topk(ratio=0.05) | ef", "powersgd(rank=2) | ef")
-
-
-@contextmanager
-def warned(texts):
-    """Add to ``texts`` what is logged meanwhile."""
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("ringlet").addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger("ringlet").removeHandler(handler)
 
 
 def function(body):
