@@ -179,7 +179,7 @@ class GradientReducer:
         self._restarts = 0  # since ranks began to count in common
         self._loaded: set[str] = set()  # names of a checkpoint, before there are gradients
         self._changes: ListChanges
-        self._lists: dict[tuple[Slot, ...], _GradientList] = {}
+        self._lists: dict[tuple[Slot, ...], GradientList] = {}
         self._titles: dict[int, str] = {}  # by how many lists were declared before
         self._lock = self.memory.lock
 
@@ -453,9 +453,7 @@ class GradientReducer:
         for each in lists.values():
             each.release()
 
-    def _declare(
-        self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime
-    ) -> _GradientList:
+    def _declare(self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime) -> GradientList:
         number = len(self._lists)
         label = f"{self._label}.{number}"
         self._adopt(names)
@@ -465,7 +463,7 @@ class GradientReducer:
             self._warn_of_unmatched(names)
         self._warns = False
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
-        made = _GradientList(label, agreed, self.settings, self.memory.states, runtime, self.step)
+        made = GradientList(label, agreed, self.settings, self.memory.states, runtime, self.step)
         self._settle(made, names, label)
         title = self._titles.get(number) or runtime.title(self._title(names))
         self._titles[number] = title
@@ -473,7 +471,7 @@ class GradientReducer:
         self._lists[slots] = made
         return made
 
-    def _settle(self, declared: _GradientList, names: Sequence[str], label: str) -> None:
+    def _settle(self, declared: GradientList, names: Sequence[str], label: str) -> None:
         """Let ranks that have loaded different states, or some of them none, begin alike.
 
         They count steps as the first rank does, for shared random numbers depend on it, and forget
@@ -622,7 +620,7 @@ class Staying(GradientReducer):
         return self._alone(slots, arrays, outputs)
 
 
-class _GradientList:
+class GradientList:
     """One list of gradients: the dense ones as a declared group, the others as rows."""
 
     def __init__(

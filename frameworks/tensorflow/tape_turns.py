@@ -7,12 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
 
 from ringlet.job.session import Runtime, current
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
-from ringlet.shared.gradients import Beside, GradientReducer, Settings, Slot
+from ringlet.shared.gradients import Beside, GradientList, GradientReducer, Settings, Slot
 from ringlet.shared.list_changes import ListTurns
 from ringlet.shared.model_agreement import UNUSED, agree, common_names
 from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES
@@ -89,7 +88,7 @@ class TapeReducer(GradientReducer):
         self._turns = _turns(runtime, self.settings.process_set.number())
         self._changes = self._turns.lists
 
-    def _declare(self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime) -> Any:
+    def _declare(self, slots: tuple[Slot, ...], names: list[str], runtime: Runtime) -> GradientList:
         others, self.others = self.others, []
         if others and self.settings.process_set.rank() == 0 and not self.memory.norm():
             self._warn_of_former([other for each in others if (other := each()) is not None])
