@@ -21,10 +21,11 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import numpy as np
@@ -80,7 +81,8 @@ class OtherProcess:
         theirs = sorted(m for m in modules if not _is_ours(m))  # ours are found by their names
         files = [(m, getattr(sys.modules[m], "__file__", None)) for m in theirs]
         kernels = "numba" in sys.modules and 0 < len(theirs) < len(modules)
-        needed = pickle.dumps((_path(), files, kernels, () if are_ours(modules) else _sources()))
+        sources = () if are_ours(modules) else _SOURCES.now()
+        needed = pickle.dumps((_path(), files, kernels, sources))
         question = pickle.dumps((needed, pickle.dumps((function, args))))
         question = (_STAY if are_ours(modules) else _FORK) + question
         with self._lock:
@@ -275,19 +277,37 @@ def _load(name: str, file: str | None) -> None:
         spec.loader.exec_module(sys.modules[name])
 
 
-def _sources() -> list[tuple[str, int]]:
-    """Return the files of modules that nobody has installed, and when they were changed."""
+class _Sources:
+    """The files of modules that nobody has installed, and when they were changed."""
+
+    def __init__(self) -> None:
+        self._known: tuple[list[str], list[ModuleType], list[str]] = [], [], []
+
+    def now(self) -> list[tuple[str, int]]:
+        """Return them; a look at each of thousands of modules only where others are loaded."""
+        names, modules = [*sys.modules], [*sys.modules.values()]
+        *known, files = self._known
+        if known != [names, modules]:
+            files = sorted(_editable(zip(names, modules, strict=True)))
+            self._known = names, modules, files
+        found = []
+        for file in files:
+            with suppress(OSError):  # it may be of an archive, or gone
+                found.append((file, os.stat(file).st_mtime_ns))
+        return found
+
+
+def _editable(modules: Iterable[tuple[str, ModuleType]]) -> set[str]:
     files = set()
-    for name, module in list(sys.modules.items()):
+    for name, module in modules:
         # Not as an attribute: some modules import others when they are asked for any.
         file = getattr(module, "__dict__", {}).get("__file__")
         if file and name.partition(".")[0] not in _NOT_EDITED:
             files.add(file)
-    found = []
-    for file in sorted(file for file in files if not any(place in file for place in _INSTALLED)):
-        with suppress(OSError):  # it may be of an archive, or gone
-            found.append((file, os.stat(file).st_mtime_ns))
-    return found
+    return {file for file in files if not any(place in file for place in _INSTALLED)}
+
+
+_SOURCES = _Sources()
 
 
 def _path() -> list[str]:
