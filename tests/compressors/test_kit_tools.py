@@ -148,6 +148,22 @@ def test_numba_is_loaded_once_for_a_plugin_beside_our_own(other):
     assert other.ask({__name__} | ours, loaded, "numba")
 
 
+def test_a_plugin_beside_our_own_is_loaded_once_though_scipy_starts_threads(
+    module, monkeypatch, tmp_path
+):
+    """Numba imports SciPy, whose OpenBLAS starts threads: forks of what has some are not used."""
+    simulate(Int8(), [np.ones(64, "f4")])
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    process, lines = OtherProcess(), tmp_path / "lines"
+    name = module("slow_two", f"open({str(lines)!r}, 'a').write('loaded ')\ndef one(): return 1")
+    modules = {name, "ringlet.compressors.modifiers.ef"}
+    try:
+        assert [process.ask(modules, sys.modules[name].one) for _ in range(3)] == [1] * 3
+    finally:
+        process._close()
+    assert lines.read_text().split() == ["loaded"] * 2  # here and there
+
+
 def test_what_is_edited_is_loaded_anew(other, module, tmp_path):
     module("beside", "VALUE = 1")
     name = module("of_two", "import beside\ndef value(): return beside.VALUE")

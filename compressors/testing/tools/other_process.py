@@ -23,10 +23,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -81,10 +81,9 @@ class OtherProcess:
         theirs = sorted(m for m in modules if not _is_ours(m))  # ours are found by their names
         files = [(m, getattr(sys.modules[m], "__file__", None)) for m in theirs]
         kernels = "numba" in sys.modules and 0 < len(theirs) < len(modules)
-        sources = () if are_ours(modules) else _SOURCES.now()
-        needed = pickle.dumps((_path(), files, kernels, sources))
+        needed = pickle.dumps(_Needed(_path(), files, kernels, _SOURCES.now() if theirs else []))
         question = pickle.dumps((needed, pickle.dumps((function, args))))
-        question = (_STAY if are_ours(modules) else _FORK) + question
+        question = (_FORK if theirs else _STAY) + question
         with self._lock:
             child = self._started()
             assert child.stdin is not None
@@ -170,14 +169,26 @@ def serve() -> None:
         if loaded is not None and loaded.needed != needed:
             loaded.close()
             loaded = None
+        if loaded is None and pickle.loads(needed).kernels and (wrong := _load_kernels()):
+            _write(answers, wrong)
+            continue
         loaded = loaded or _Loaded(needed)
         _write(answers, loaded.answer(asked))
     if loaded is not None:
         loaded.close()
 
 
+class _Needed(NamedTuple):
+    """What it takes to answer a question."""
+
+    path: list[str]
+    files: list[tuple[str, str | None]]  # of modules, by their names
+    kernels: bool  # whether there are some of Ringlet's own beside a plugin
+    sources: list[tuple[str, int]]  # and when they were changed
+
+
 class _Loaded:
-    """A fork that has loaded what is ``needed``: a path, modules and files, kernels, and sources.
+    """A fork that has loaded what is ``needed``, a ``_Needed``.
 
     It stands for others that need the same, pickled: as long as nobody has changed a source.
     """
@@ -246,14 +257,27 @@ def _in_a_fork(function: Callable[[], bytes]) -> bytes:
 def _load_all(needed: bytes) -> bytes:
     """Load modules; return what went wrong, as an answer, or nothing."""
     try:
-        path, files, kernels, _ = pickle.loads(needed)
-        sys.path[:] = path
-        for name, file in files:
+        what = pickle.loads(needed)
+        sys.path[:] = what.path
+        for name, file in what.files:
             _load(name, file)
-        if kernels:  # of what stands beside a plugin: forks share Numba once one has run
-            simulate(Int8() | ErrorFeedback(), [np.ones(64, np.float32)])
     except BaseException:
         return pickle.dumps((traceback.format_exc().strip(), None))
+    return b""
+
+
+@cache
+def _load_kernels() -> bytes:
+    """Load Numba and kernels that stand beside plugins; return what went wrong, as an answer.
+
+    Before there are forks: they share them, and have none of the threads that SciPy starts.
+    """
+    try:
+        simulate(Int8() | ErrorFeedback(), [np.ones(64, np.float32)])
+    except BaseException:
+        return pickle.dumps((traceback.format_exc().strip(), None))
+    gc.collect()
+    gc.freeze()
     return b""
 
 
