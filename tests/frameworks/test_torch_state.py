@@ -61,13 +61,8 @@ def trained(spec):
     return own, optimizer, stored({"model": own.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-def case_a_sharded_checkpoint_continues_bit_for_bit():
-    for spec in (
-        "topk(ratio=0.05) | ef", "int4(stochastic=True) | ef", "powersgd(rank=2) | ef",
-        "fp16 | ef", "topk(ratio=0.2) | warmup(steps=6) | ef", "none",
-        "topk(ratio=0.05) | ef(dtype='bf16')", "int4 | ef(dtype='int8', reset=4)",
-        "qsgd", "topk(ratio=0.2) | warmup(steps=6)",
-    ):  # fmt: skip
+def continue_bit_for_bit(specs):
+    for spec in specs:
         own, optimizer, kept = trained(spec)
         straight = train(own, optimizer, 3, start=3)
         again = model(1)
@@ -77,6 +72,22 @@ def case_a_sharded_checkpoint_continues_bit_for_bit():
             warnings.simplefilter("error")
             resumed.load_state_dict(kept["optimizer"])
         assert torch.equal(train(again, resumed, 3, start=3), straight), spec
+
+
+# Three cases, as kernels for all of these take ten seconds of a processor to compile.
+def case_a_sharded_checkpoint_continues_bit_for_bit():
+    continue_bit_for_bit(("topk(ratio=0.05) | ef", "powersgd(rank=2) | ef", "fp16 | ef", "none"))
+
+
+def case_a_checkpoint_of_narrow_residuals_continues_bit_for_bit():
+    continue_bit_for_bit(
+        ("topk(ratio=0.05) | ef(dtype='bf16')", "int4 | ef(dtype='int8', reset=4)")
+    )
+
+
+def case_a_checkpoint_of_random_numbers_or_a_schedule_continues_bit_for_bit():
+    ramped = "topk(ratio=0.2) | warmup(steps=6)"
+    continue_bit_for_bit(("int4(stochastic=True) | ef", "qsgd", ramped, f"{ramped} | ef"))
 
 
 def case_a_state_that_is_loaded_before_wrapping_is_told_of():
