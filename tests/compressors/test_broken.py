@@ -571,6 +571,9 @@ CAUGHT = {
         "NoiseOfOneStage": "second_stage",
         "LooksBack": "granularity",
     },
+    "rare": {
+        "InfsCancel": "non_finite_stays_visible",
+    },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
 SAYS = {

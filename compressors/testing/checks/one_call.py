@@ -619,6 +619,15 @@ def check_non_finite_stays_visible(compressor: Compressor) -> None:
     for n, place in ((3000, 0), (_MILLION, _MILLION // 2), (_MILLION, _MILLION - 1)):
         x = large()[:n].copy() if n == _MILLION else gaussian(n, 4)
         _check_visible(compressor, x, place, _NOT_FINITE[0])
+    for one, other in ((np.inf, -np.inf), (np.nan, np.inf)):
+        x = gaussian(3000, 4)
+        x[[7, 1234]] = one, other
+        with np.errstate(all="ignore"):
+            (out,) = simulate(compressor, [x])
+        assert not np.isfinite(out).all(), (
+            f"{one} at element 7 and {other} at element 1234 of 3000 vanished together, and not by "
+            "themselves"
+        )
 
 
 @needs(
