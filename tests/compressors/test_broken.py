@@ -573,6 +573,8 @@ CAUGHT = {
     },
     "rare": {
         "InfsCancel": "non_finite_stays_visible",
+        "LargeOnesUncopied": "leaves_its_input_alone",
+        "OnePayloadOfZeros": "leaves_its_input_alone",
     },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
