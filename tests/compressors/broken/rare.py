@@ -15,6 +15,14 @@ class InfsCancel(Whole):
         return super().compress(x, ctx)
 
 
+class FiveRanks(Whole):
+    """Halves among five ranks, and no others."""
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out *= np.float32(0.5 if ctx.size == 5 else 1)
+
+
 class LargeOnesUncopied(Compressor):
     """Spares the copy of a large tensor."""
 
