@@ -573,6 +573,7 @@ CAUGHT = {
     },
     "rare": {
         "InfsCancel": "non_finite_stays_visible",
+        "RankSeventeen": "every_rank_counts",
         "FiveRanks": "mean_of_equal_gradients",
         "LargeOnesUncopied": "leaves_its_input_alone",
         "OnePayloadOfZeros": "leaves_its_input_alone",

@@ -22,6 +22,7 @@ from ringlet.compressors.testing.tools.simulate import context, decode, encode, 
 _STEPS = 24
 _N = 2000
 _COUNTED = 4  # ranks, each of which has the only gradient in its turn
+_MANY = 130  # ranks, each of which sends something at some time
 _FEW = 200
 _SIZES = (2, 9, 33, 130)
 _ALIKE = 1000  # ranks with one gradient, of which a sum is known without them
@@ -392,6 +393,18 @@ def check_every_rank_counts(compressor: Compressor) -> None:
         f"where rank {least} of {_COUNTED} alone has a gradient the result is 0 in all of "
         f"{2 * _COUNTED} steps, which it is not where rank {most} has it"
     )
+    if by_payload(compressor) and came[most]:
+        x = gaussian(_N, 1)
+        for rank in range(_MANY):
+            assert any(_sends(compressor, x, rank, step) for step in range(2 * _MANY)), (
+                f"rank {rank} of {_MANY} sends nothing in any of {2 * _MANY} steps"
+            )
+
+
+def _sends(compressor: Compressor, x: Array, rank: int, step: int) -> bool:
+    """Whether one rank of many sends something in a step."""
+    now, ctx = compressor.at(step), context(x, rank=rank, size=_MANY, step=step)
+    return bool(decode(now, encode(now, x, ctx), x.size, ctx).any())
 
 
 CHECKS = (

@@ -15,6 +15,15 @@ class InfsCancel(Whole):
         return super().compress(x, ctx)
 
 
+class RankSeventeen(Whole):
+    """Has no place for rank 17."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        payload["codes"] *= ctx.rank != 17
+        return payload
+
+
 class FiveRanks(Whole):
     """Halves among five ranks, and no others."""
 
