@@ -577,6 +577,7 @@ CAUGHT = {
         "FiveRanks": "mean_of_equal_gradients",
         "LargeOnesUncopied": "leaves_its_input_alone",
         "OnePayloadOfZeros": "leaves_its_input_alone",
+        "LocalOfOneRank": "shares_make_the_mean",
     },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
