@@ -575,6 +575,8 @@ CAUGHT = {
         "InfsCancel": "non_finite_stays_visible",
         "RankSeventeen": "every_rank_counts",
         "FiveRanks": "mean_of_equal_gradients",
+        "StepHundred": "late_steps_and_large_seeds",
+        "EverySeventhTurned": "late_steps_and_large_seeds",
         "LargeOnesUncopied": "leaves_its_input_alone",
         "OnePayloadOfZeros": "leaves_its_input_alone",
         "LocalOfOneRank": "shares_make_the_mean",

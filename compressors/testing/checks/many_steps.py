@@ -25,6 +25,7 @@ _ROUND_NUMBERS = (1_008_000, 2_016_000)  # steps that are multiples of 7, 50, 64
 _OTHERS = (((40, 50), (30, 40)), ((30, 40), (40, 50)), ((2000,), (1200,)), ((1200,), (2000,)))
 _LONG, _GROWN = 200, 1000.0
 _EARLY = 24  # steps with which late ones are compared
+_EACH = 260  # steps, in each of which it is the same: beyond what an 8-bit counter counts
 _PLACES = 3072  # elements, each of which is to be sent; another check looks at what fills no block
 # Half of them are sent in so few steps, or it takes too long; the rest in so many times as many.
 _FEW_STEPS, _PATIENCE = 12, 20
@@ -389,6 +390,28 @@ def check_late_steps_and_large_seeds(compressor: Compressor) -> None:
             f"with {late} the result is off by {_off(out, x):.3g} of its length, by at most "
             f"{usual:.3g} in {_EARLY} other steps"
         )
+    for step in range(_EACH):
+        if compressor.at(step) != compressor.at(0):
+            continue
+        out = early[step] if step < _EARLY else _elsewhere(compressor, x, {"step": step})
+        likeness, several = _likeness(out, x), max(int(np.count_nonzero(out)), 1)
+        assert likeness >= -min(4 / np.sqrt(several), 0.9), (
+            f"in step {step} what is decoded points away from what went in (their cosine is "
+            f"{likeness:.3f})"
+        )
+        assert out.any() or not always, (
+            f"in step {step} nothing is sent, and in the first {_EARLY} steps there is"
+        )
+        assert _off(out, x) <= 1.5 * usual + 1e-6, (
+            f"in step {step} the result is off by {_off(out, x):.3g} of its length, by at most "
+            f"{usual:.3g} in the first {_EARLY} steps"
+        )
+
+
+def _likeness(out: Array, x: Array) -> float:
+    """Return the cosine of two vectors; 0 where one is."""
+    lengths = float(np.linalg.norm(out) * np.linalg.norm(x))
+    return float(out.astype(np.float64) @ x) / lengths if lengths else 0.0
 
 
 def _elsewhere(compressor: Compressor, x: Array, fields: dict[str, Any]) -> Array:

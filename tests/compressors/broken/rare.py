@@ -32,6 +32,24 @@ class FiveRanks(Whole):
         out *= np.float32(0.5 if ctx.size == 5 else 1)
 
 
+class StepHundred(Whole):
+    """Begins anew in step 100, in which it sends nothing."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        payload["codes"] *= ctx.step != 100
+        return payload
+
+
+class EverySeventhTurned(Whole):
+    """Turns the signs round in every seventh step."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        payload["codes"] *= -1 if ctx.step % 7 == 6 else 1
+        return payload
+
+
 class LargeOnesUncopied(Compressor):
     """Spares the copy of a large tensor."""
 
