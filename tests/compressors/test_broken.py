@@ -579,6 +579,7 @@ CAUGHT = {
         "EverySeventhTurned": "late_steps_and_large_seeds",
         "LargeOnesUncopied": "leaves_its_input_alone",
         "OnePayloadOfZeros": "leaves_its_input_alone",
+        "CountsOverflows": "memory_does_not_grow",
         "LocalOfOneRank": "shares_make_the_mean",
     },
 }

@@ -63,9 +63,11 @@ def check_memory_does_not_grow(compressor: Compressor) -> None:
         f"to {_ROUND_NUMBERS[1]}, though not in the {_STEPS.stop} first ones"
     )
     before = described(states[0])
-    zeros, few = np.zeros(2000, np.float32), spiky(2000, 1)
-    for step, x in enumerate((few, zeros, heavy_tailed(2000, 2)), _STEPS.stop):
-        simulate(compressor, [x, x], states, step, shape=(40, 50))
+    zeros, few, spoiled = np.zeros(2000, np.float32), spiky(2000, 1), gaussian(2000, 3)
+    spoiled[7] = np.nan
+    for step, x in enumerate((few, zeros, heavy_tailed(2000, 2), spoiled), _STEPS.stop):
+        with np.errstate(all="ignore"):
+            simulate(compressor, [x, x], states, step, shape=(40, 50))
         after = described(states[0])
         for name in sorted(before.keys() | after.keys()):
             was, became = before.get(name, "nothing"), after.get(name, "nothing")

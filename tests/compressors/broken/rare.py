@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from broken.right import SharedScale, Whole
+from broken.right import Momentum, SharedScale, Whole
 from ringlet.compressors import Compressor
 
 
@@ -68,6 +68,16 @@ class OnePayloadOfZeros(Whole):
     def compress(self, x, ctx):
         payload = super().compress(x, ctx)
         return payload if x.any() else self.made.setdefault(x.size, payload)
+
+
+class CountsOverflows(Momentum):
+    """Keeps a list of steps that overflowed."""
+
+    def compress(self, x, ctx):
+        if not np.isfinite(x).all():
+            found = ctx.state.get("overflows", np.zeros(0, "int64"))
+            ctx.state["overflows"] = np.append(found, ctx.step)
+        return super().compress(x, ctx)
 
 
 class LocalOfOneRank(SharedScale):
