@@ -580,6 +580,7 @@ CAUGHT = {
         "LargeOnesUncopied": "leaves_its_input_alone",
         "OnePayloadOfZeros": "leaves_its_input_alone",
         "CountsOverflows": "memory_does_not_grow",
+        "ConsolidatesForReading": "memory_moves_to_other_ranks",
         "LocalOfOneRank": "shares_make_the_mean",
     },
 }

@@ -180,6 +180,12 @@ def check_memory_moves_to_other_ranks(compressor: Compressor) -> None:
             assert lengths.get(name, length) == length, (
                 f"{what} returns {name!r} as {length}, ranks remember {lengths[name]}"
             )
+        for name in compressor.traits().gradient_units:
+            array = found.get(name)
+            assert not isinstance(array, np.ndarray) or array.flags.writeable, (
+                f"{what} returns a {name!r} that is not writeable: where the loss scale changes, "
+                "what gradient_units names is multiplied in place; leave its flags as they are"
+            )
         gradients = [gaussian(2000, 9), gaussian(2000, 10)]
         try:
             held = [copy.deepcopy(found), copy.deepcopy(found)]

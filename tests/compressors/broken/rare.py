@@ -80,6 +80,16 @@ class CountsOverflows(Momentum):
         return super().compress(x, ctx)
 
 
+class ConsolidatesForReading(Momentum):
+    """Makes what it consolidates read-only."""
+
+    def consolidate(self, states):
+        found = super().consolidate(states)
+        for array in found.values():
+            array.flags.writeable = False
+        return found
+
+
 class LocalOfOneRank(SharedScale):
     """Takes for granted that a single rank loses nothing."""
 
