@@ -581,6 +581,8 @@ CAUGHT = {
         "OnePayloadOfZeros": "leaves_its_input_alone",
         "CountsOverflows": "memory_does_not_grow",
         "ConsolidatesForReading": "memory_moves_to_other_ranks",
+        "SilencesForLarge": "leaves_the_program_alone",
+        "PrintsOverflows": "leaves_the_program_alone",
         "LocalOfOneRank": "shares_make_the_mean",
     },
 }

@@ -31,7 +31,7 @@ from ringlet.compressors.testing.tools.other_process import are_ours
 from ringlet.compressors.testing.tools.replaced import environment
 from ringlet.compressors.testing.tools.simulate import simulate
 
-_N = 1000
+_N, _LARGE = 1000, (1 << 17) + 3
 _CALLS = 6  # in each of which there is one more of what is never given back
 _UNSEEN = 2345  # a step that no check has taken: what is kept for a step is not there already
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -99,6 +99,11 @@ def _calls(compressor: Compressor) -> None:
     simulate(compressor, [x], step=1)
     if by_payload(compressor):  # two exchanges in one thread restore each other's np.errstate
         simulate(compressor, [x, -2 * x], step=1)
+    spoiled = x.copy()
+    spoiled[7] = np.nan
+    for rare in (gaussian(_LARGE, 1), spoiled):  # which take a way of their own
+        with contextlib.suppress(Exception):
+            simulate(compressor, [rare], step=1)
 
 
 def _surroundings() -> dict[str, object]:

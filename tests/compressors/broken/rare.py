@@ -90,6 +90,24 @@ class ConsolidatesForReading(Momentum):
         return found
 
 
+class SilencesForLarge(Whole):
+    """Silences NumPy for good where a tensor is large."""
+
+    def compress(self, x, ctx):
+        if x.size > 70_000:
+            np.seterr(all="ignore")
+        return super().compress(x, ctx)
+
+
+class PrintsOverflows(Whole):
+    """Prints where something is not finite."""
+
+    def compress(self, x, ctx):
+        if not np.isfinite(x).all():
+            print("overflow in", ctx.name)
+        return super().compress(x, ctx)
+
+
 class LocalOfOneRank(SharedScale):
     """Takes for granted that a single rank loses nothing."""
 
