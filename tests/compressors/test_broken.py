@@ -584,6 +584,7 @@ CAUGHT = {
         "SilencesForLarge": "leaves_the_program_alone",
         "PrintsOverflows": "leaves_the_program_alone",
         "LocalOfOneRank": "shares_make_the_mean",
+        "OffsetIn16Bits": "granularity",
     },
 }
 # By module and class: words of the message, without which its author would look elsewhere.

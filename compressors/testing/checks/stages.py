@@ -15,6 +15,7 @@ from ringlet.compressors.testing.tools.simulate import context, decode, encode, 
 
 _STEPS = 8
 _N = 1500
+_FAR = 1 << 16  # an offset beyond what 16 bits count
 _GRADIENTS, _COMMON = 16, 4.0  # what is always rounded down adds up to 12 times
 
 
@@ -70,6 +71,19 @@ def _check_far_pieces(compressor: Compressor, granule: int) -> None:
             f"a piece at ctx.offset {start} is off by {lost[start]:.3g} of its length, the first "
             f"one by {lost[0]:.3g}: keep the offset out of 16-bit integers and out of float32"
         )
+    start = -(-_FAR // granule) * granule
+    if start > 2 * _FAR:
+        return
+    long = gaussian(start + _N, 2)
+    found = []
+    for first in (0, start):
+        at = Context(shape=long.shape, numel=long.size, offset=first, step=3)
+        piece = long[first:].copy()
+        found.append(decode(compressor, encode(compressor, piece, at), piece.size, at))
+    assert same(found[0][start:], found[1]), (
+        f"a piece at ctx.offset {start} decodes to something else than the whole has there: draw "
+        "from ctx.uniform(n), which knows the whole offset"
+    )
 
 
 @needs("granularity")

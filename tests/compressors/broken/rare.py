@@ -1,8 +1,10 @@
 """Mistakes that one step, one rank, one number of ranks or one kind of values alone shows."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from broken.right import Momentum, SharedScale, Whole
+from broken.right import Cells, Momentum, SharedScale, Whole
 from ringlet.compressors import Compressor
 
 
@@ -115,3 +117,11 @@ class LocalOfOneRank(SharedScale):
         yield from super().exchange(x, out, ctx, local)
         if local is not None and ctx.size == 1:
             local[:] = x
+
+
+class OffsetIn16Bits(Cells):
+    """Dithers by an offset that begins anew after 65536 elements."""
+
+    def rounded(self, places, ctx):
+        at = replace(ctx, offset=ctx.offset % 65536)
+        return np.minimum(np.floor(places + at.uniform(places.size)), 127)
