@@ -585,6 +585,7 @@ CAUGHT = {
         "PrintsOverflows": "leaves_the_program_alone",
         "LocalOfOneRank": "shares_make_the_mean",
         "OffsetIn16Bits": "granularity",
+        "FloatIndicesOfMany": "large_tensors",
     },
 }
 # By module and class: words of the message, without which its author would look elsewhere.

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from broken.right import Cells, Momentum, SharedScale, Whole
+from broken.right import Cells, Largest, Momentum, SharedScale, Whole
 from ringlet.compressors import Compressor
 
 
@@ -125,3 +125,16 @@ class OffsetIn16Bits(Cells):
     def rounded(self, places, ctx):
         at = replace(ctx, offset=ctx.offset % 65536)
         return np.minimum(np.floor(places + at.uniform(places.size)), 127)
+
+
+class FloatIndicesOfMany(Largest):
+    """Sends a quarter of the entries with indices as float32."""
+
+    def compress(self, x, ctx):
+        order = np.where(np.isnan(x), -np.inf, -np.abs(x))
+        places = np.argsort(order, kind="stable")[: -(-x.size // 4)]
+        return {"places": places.astype("float32"), "values": x[places]}
+
+    def decompress(self, payload, out, ctx):
+        places = payload["places"].astype("int64")
+        super().decompress({"indices": places, "values": payload["values"]}, out, ctx)
