@@ -586,6 +586,7 @@ CAUGHT = {
         "LocalOfOneRank": "shares_make_the_mean",
         "OffsetIn16Bits": "granularity",
         "FloatIndicesOfMany": "large_tensors",
+        "SmallSumsAreNothing": "sums_on_the_wire",
     },
 }
 # By module and class: words of the message, without which its author would look elsewhere.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from broken.right import Cells, Largest, Momentum, SharedScale, Whole
-from ringlet.compressors import Compressor
+from ringlet.compressors import Compressor, Part, Traits
 
 
 class InfsCancel(Whole):
@@ -138,3 +138,20 @@ class FloatIndicesOfMany(Largest):
     def decompress(self, payload, out, ctx):
         places = payload["places"].astype("int64")
         super().decompress({"indices": places, "values": payload["values"]}, out, ctx)
+
+
+class SmallSumsAreNothing(Compressor):
+    """Adds up on the wire, and takes sums below a threshold for noise."""
+
+    def traits(self):
+        return Traits("sum", fixed_size=True, scales=False)
+
+    def layout(self, n):
+        return (Part("values", "float32", n),)
+
+    def compress(self, x, ctx):
+        return {"values": x.copy()}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+        out[np.abs(out) < 1e-3] = 0
