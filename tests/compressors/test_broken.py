@@ -574,7 +574,7 @@ CAUGHT = {
     "rare": {
         "InfsCancel": "non_finite_stays_visible",
         "RankSeventeen": "every_rank_counts",
-        "FiveRanks": "mean_of_equal_gradients",
+        "FiveRanks": "many_ranks",
         "StepHundred": "late_steps_and_large_seeds",
         "EverySeventhTurned": "late_steps_and_large_seeds",
         "LargeOnesUncopied": "leaves_its_input_alone",

@@ -14,7 +14,7 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.quantizers.quantize import Int8
 from ringlet.compressors.quantizers.shared_int import SharedInt
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
+from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
 from ringlet.compressors.testing.tools.inputs import far_apart, gaussian, heavy_tailed, spiky
 from ringlet.compressors.testing.tools.named_check import needs
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
@@ -25,6 +25,7 @@ _COUNTED = 4  # ranks, each of which has the only gradient in its turn
 _MANY = 130  # ranks, each of which sends something at some time
 _FEW = 200
 _SIZES = (2, 9, 33, 130)
+_EVERY_SIZE = (*range(1, 18), 33)  # of worlds in which all have one gradient
 _ALIKE = 1000  # ranks with one gradient, of which a sum is known without them
 
 
@@ -125,6 +126,27 @@ def check_many_ranks(compressor: Compressor) -> None:
     if not by_payload(compressor):
         with suppress(CompressorError):
             simulate(compressor, [x], step=1, alike=_ALIKE)
+    _check_every_size(compressor)
+
+
+def _check_every_size(compressor: Compressor) -> None:
+    """Raise AssertionError where some number of equal ranks makes results larger or smaller."""
+    x, first = gaussian(400, 6), 0.0
+    traits = compressor.traits()
+    if by_payload(compressor) and not traits.predivide:
+        one, other = (encode(compressor, x, context(x, rank=r, size=4, step=1)) for r in (0, 2))
+        if not same_payload(one, other):
+            return  # ranks draw their own noise
+    for size in _EVERY_SIZE:
+        try:
+            out = simulate(compressor, [x] * size, step=1)[0]
+        except CompressorError:
+            return  # it says for how many there is room
+        along = float(np.dot(out.astype(np.float64), x))
+        first = first or along
+        assert first <= 0 or 0.7 < along / first < 1.4, (
+            f"{size} equal ranks get {along / first:.3g} times what one rank gets"
+        )
 
 
 @needs(*PURE, "decoding_is_the_same_everywhere", "unbiased")
@@ -396,9 +418,10 @@ def check_every_rank_counts(compressor: Compressor) -> None:
     if by_payload(compressor) and came[most]:
         x = gaussian(_N, 1)
         for rank in range(_MANY):
-            assert any(_sends(compressor, x, rank, step) for step in range(2 * _MANY)), (
-                f"rank {rank} of {_MANY} sends nothing in any of {2 * _MANY} steps"
-            )
+            sends = any(_sends(compressor, x, rank, step) for step in range(2 * _MANY))
+            if not sends and not rank:
+                break  # so many have no room, of which another check knows
+            assert sends, f"rank {rank} of {_MANY} sends nothing in any of {2 * _MANY} steps"
 
 
 def _sends(compressor: Compressor, x: Array, rank: int, step: int) -> bool:
