@@ -99,7 +99,8 @@ class MetricAverageCallback(KerasCallback):
 
     A metric is a number, or an array of any shape, as of ``F1Score``; its mean is a float or a
     float64 array. Raises Mismatch, on all ranks, where they have other metrics, or other shapes of
-    them, or where one has fewer batches in an epoch. ``device`` is accepted for Horovod's sake.
+    them, where one has fewer batches in an epoch, or where they are in different epochs.
+    ``device`` is accepted for Horovod's sake.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -108,7 +109,7 @@ class MetricAverageCallback(KerasCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Overwrite the numbers and arrays in ``logs``."""
         if (reducer := _reducer(self.model)) is not None:  # else ranks might wait for each other
-            reducer.end_epoch()
+            reducer.end_epoch(epoch + 1)  # as fit prints it
         logs = {} if logs is None else logs
         names = sorted(logs)
         shapes = [np.shape(logs[name]) for name in names]

@@ -240,10 +240,11 @@ class GradientReducer:
             self.drift.ended()
             return results
 
-    def end_epoch(self) -> None:
-        """Raise Mismatch, on all ranks, where some end an epoch and others reduce gradients.
+    def end_epoch(self, epoch: int) -> None:
+        """Raise Mismatch, on all ranks, where some end ``epoch`` and others reduce gradients.
 
-        Collective: every rank calls it behind the last reduction of an epoch.
+        Or where they end another one: ranks that resumed elsewhere would wait at the end of
+        training. Collective: every rank calls it behind the last reduction of an epoch.
         """
         with self._lock:
             process_set = self.settings.process_set
@@ -257,7 +258,7 @@ class GradientReducer:
             self._beside = None
             self._changes.begin(EPOCH_ENDS)
             try:
-                self._compare([(EPOCH_ENDS, "")])
+                self._compare([(EPOCH_ENDS, str(epoch))])
             finally:
                 self._changes.end()  # the list of the next step is no other one than the last
 

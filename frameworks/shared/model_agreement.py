@@ -38,6 +38,11 @@ _MORE_BATCHES = (
     "ranks equally many batches, for example with steps_per_epoch, and let a callback that ends "
     "training within an epoch, such as TerminateOnNaN, do so on all ranks"
 )
+_OTHER_EPOCHS = (
+    "ranks ended different epochs at once ({shown}): pass the same initial_epoch to fit on all "
+    "ranks, such as one that a rank broadcasts, and BackupAndRestore on all ranks, with a folder "
+    "for each, or on none"
+)
 
 
 def agree(
@@ -122,6 +127,10 @@ def _difference(
     ended = [rank for rank, table in zip(ranks, tables, strict=True) if EPOCH_ENDS in table]
     if ended:
         others = [rank for rank in ranks if rank not in ended]
+        if not others:
+            epochs = [table[EPOCH_ENDS] for table in tables]
+            told_by = [f"rank {rank}: {epoch}" for rank, epoch in zip(ranks, epochs, strict=True)]
+            return Mismatch(_OTHER_EPOCHS.format(shown="; ".join(told_by)))
         return Mismatch(_MORE_BATCHES.format(ended=_listed(ended), others=_listed(others)))
     for name in dict.fromkeys(name for one in tables for name in one):
         having = [rank for rank, table in zip(ranks, tables, strict=True) if name in table]

@@ -257,6 +257,19 @@ def case_one_rank_has_more_batches_in_an_epoch():
         assert int(model.optimizer.iterations) == 16
 
 
+def case_one_rank_resumes_in_another_epoch():
+    """As where it alone finds a checkpoint: it would end first, and the others wait for it."""
+    model = small()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    average = hvd.callbacks.MetricAverageCallback()
+    said = r"different epochs at once \(rank 0: 3; rank 1: 1\): pass the same initial_epoch"
+    for _ in range(2):
+        with pytest.raises(hvd.HorovodInternalError, match=said):
+            fit(model, [average], epochs=4, initial_epoch=0 if hvd.rank() else 2)
+    fit(model, [average], epochs=4, initial_epoch=2)
+    assert variables_equal(model.weights)
+
+
 def case_an_optimizer_that_is_wrapped_again():
     """It goes on: with momenta that it has not seen itself, and with what was held back."""
     scaled = keras.optimizers.LossScaleOptimizer
