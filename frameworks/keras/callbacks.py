@@ -99,8 +99,8 @@ class MetricAverageCallback(KerasCallback):
 
     A metric is a number, or an array of any shape, as of ``F1Score``; its mean is a float or a
     float64 array. Raises Mismatch, on all ranks, where they have other metrics, or other shapes of
-    them, where one has fewer batches in an epoch, or where they are in different epochs.
-    ``device`` is accepted for Horovod's sake.
+    them, where one has fewer batches in an epoch, or fewer epochs, or where they are in different
+    epochs. ``device`` is accepted for Horovod's sake.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -127,6 +127,11 @@ class MetricAverageCallback(KerasCallback):
         for name, shape in zip(names, shapes, strict=True):
             of_one = [next(means) for _ in range(math.prod(shape))]
             logs[name] = np.reshape(of_one, shape) if shape else of_one[0]
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Find out whether training ends on all ranks."""
+        if (reducer := _reducer(self.model)) is not None:
+            reducer.end_training()
 
 
 class LearningRateScheduleCallback(KerasCallback):

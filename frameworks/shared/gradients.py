@@ -32,6 +32,7 @@ from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
 from ringlet.shared.model_agreement import (
     EPOCH_ENDS,
+    TRAINING_ENDS,
     UNUSED,
     agree,
     common_names,
@@ -246,6 +247,16 @@ class GradientReducer:
         Or where they end another one: ranks that resumed elsewhere would wait at the end of
         training. Collective: every rank calls it behind the last reduction of an epoch.
         """
+        self._end(EPOCH_ENDS, str(epoch))
+
+    def end_training(self) -> None:
+        """Raise Mismatch, on all ranks, where some end training and others reduce gradients.
+
+        Collective: every rank calls it behind the last epoch.
+        """
+        self._end(TRAINING_ENDS, "")
+
+    def _end(self, what: str, which: str) -> None:
         with self._lock:
             process_set = self.settings.process_set
             if not process_set.included() or process_set.size() == 1:
@@ -256,9 +267,9 @@ class GradientReducer:
             while self.settings.guard and not self._all_finite([]):
                 pass  # others skip a step for an overflow, and tell with the next one
             self._beside = None
-            self._changes.begin(EPOCH_ENDS)
+            self._changes.begin(what)
             try:
-                self._compare([(EPOCH_ENDS, str(epoch))])
+                self._compare([(what, which)])
             finally:
                 self._changes.end()  # the list of the next step is no other one than the last
 

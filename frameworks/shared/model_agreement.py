@@ -32,11 +32,17 @@ _USE = (
     " a term that is zero there, such as 0.0 * keras.ops.sum(variable)"
 )
 
-EPOCH_ENDS = "the end of an epoch"  # what a rank has in the place of gradients
+# What a rank has in the place of gradients.
+EPOCH_ENDS, TRAINING_ENDS = "the end of an epoch", "the end of training"
 _MORE_BATCHES = (
     "rank(s) {ended} ended an epoch, and rank(s) {others} went on to another batch in it: give all "
     "ranks equally many batches, for example with steps_per_epoch, and let a callback that ends "
     "training within an epoch, such as TerminateOnNaN, do so on all ranks"
+)
+_MORE_EPOCHS = (
+    "rank(s) {ended} ended training, and rank(s) {others} went on: pass the same epochs on all "
+    "ranks, and put callbacks that end training, such as EarlyStopping, behind "
+    "MetricAverageCallback, on all ranks"
 )
 _OTHER_EPOCHS = (
     "ranks ended different epochs at once ({shown}): pass the same initial_epoch to fit on all "
@@ -124,14 +130,16 @@ def _difference(
 ) -> Mismatch:
     ranks = list(process_set.ranks or range(len(lists)))
     tables = [dict(one) for one in lists]
-    ended = [rank for rank, table in zip(ranks, tables, strict=True) if EPOCH_ENDS in table]
-    if ended:
+    for end, text in ((TRAINING_ENDS, _MORE_EPOCHS), (EPOCH_ENDS, _MORE_BATCHES)):
+        ended = [rank for rank, table in zip(ranks, tables, strict=True) if end in table]
+        if not ended:
+            continue
         others = [rank for rank in ranks if rank not in ended]
         if not others:
             epochs = [table[EPOCH_ENDS] for table in tables]
             told_by = [f"rank {rank}: {epoch}" for rank, epoch in zip(ranks, epochs, strict=True)]
             return Mismatch(_OTHER_EPOCHS.format(shown="; ".join(told_by)))
-        return Mismatch(_MORE_BATCHES.format(ended=_listed(ended), others=_listed(others)))
+        return Mismatch(text.format(ended=_listed(ended), others=_listed(others)))
     for name in dict.fromkeys(name for one in tables for name in one):
         having = [rank for rank, table in zip(ranks, tables, strict=True) if name in table]
         if len(having) < len(ranks):

@@ -270,6 +270,25 @@ def case_one_rank_resumes_in_another_epoch():
     assert variables_equal(model.weights)
 
 
+def case_one_rank_ends_training_before_others():
+    """As by a callback that goes by its own loss, in the wrong place or on this rank alone."""
+    said = r"rank\(s\) 1 ended training, and rank\(s\) 0 went on: .*behind MetricAverageCallback"
+    average, stop = hvd.callbacks.MetricAverageCallback(), keras.callbacks.EarlyStopping
+    plain, scaled = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
+    for made_by, spec in ((plain, None), (lambda rate: scaled(plain(rate)), "int8 | ef")):
+        model = small()
+        model.compile(hvd.DistributedOptimizer(made_by(0.01), compression=spec), "mse")
+        early = stop("loss", min_delta=1e9 * hvd.rank())
+        with pytest.raises(hvd.HorovodInternalError, match=said):
+            fit(model, [early, average], epochs=4)
+        with pytest.raises(hvd.HorovodInternalError, match=said):
+            fit(model, [average], epochs=3 - hvd.rank())
+        assert variables_equal(model.weights)
+        early = stop("loss", min_delta=1e9)
+        assert len(fit(model, [average, early], epochs=4)["loss"]) == 2
+        assert variables_equal(model.weights)
+
+
 def case_an_optimizer_that_is_wrapped_again():
     """It goes on: with momenta that it has not seen itself, and with what was held back."""
     scaled = keras.optimizers.LossScaleOptimizer
