@@ -34,6 +34,7 @@ class Accumulator:
         self._sums: dict[str, tuple[Slot, tuple[Array, ...]]] = {}
         self._count = 0
 
+    @np.errstate(over="ignore", invalid="ignore")  # a loss scale takes care of both
     def add(
         self, slots: Sequence[Slot], arrays: Sequence[Array]
     ) -> tuple[list[Slot], list[Array]] | None:

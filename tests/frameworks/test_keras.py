@@ -21,6 +21,7 @@ from ringlet.compressors import Router
 from ringlet.keras.checkpoint import compressor_state, set_compressor_state
 from ringlet.keras.optimizer import Distributed
 from ringlet.keras.value_collectives import variables_equal
+from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.arrays import all_finite, numpy_dtype
 from ringlet.shared.gradients import GradientReducer, Settings, Slot
 from ringlet.shared.variable_names import numbered_groups
@@ -984,6 +985,18 @@ def test_all_finite(dtype):
             assert not all_finite(values)
             values[0, 0] = -bad
             assert not all_finite(values)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_passes_that_overflow_are_added_up_without_a_word(dtype):
+    """A loss scale that is too large for now makes infinities, and all ranks skip the step."""
+    accumulator, slot = Accumulator(2), Slot("x", dtype, (2,))
+    most = np.finfo(dtype).max
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert accumulator.add([slot], [np.array([np.inf, most], dtype)]) is None
+        _, (total,) = accumulator.add([slot], [np.array([-np.inf, most], dtype)])
+    assert (str(np.isnan(total)), str(np.isinf(total))) == ("[ True False]", "[False  True]")
 
 
 def test_ranks_outside_of_a_process_set_count_alike():
