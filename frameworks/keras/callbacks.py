@@ -34,7 +34,8 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
 
     Before the first batch, or after it where the model of some rank has no weights until then.
     Random seeds stay each rank's own. Warns where Keras's own training step applies each rank's own
-    gradients. ``device`` and ``local_variables`` are accepted for Horovod's sake.
+    gradients, at the start or, where it is that of a former optimizer, after an epoch. ``device``
+    and ``local_variables`` are accepted for Horovod's sake.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -42,10 +43,16 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
         self.root_rank = root_rank
         self._left_out = {id(variable) for variable in local_variables or ()}
         self._done = False
+        self._batches = 0
+        self._calls: int | None = None  # of what reduces, before; None where nothing looks at it
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast if all ranks have something to broadcast."""
         self._done = False
+        reducer, self._batches = _reducer(self.model), 0
+        looks = current().rank == self.root_rank and current().size > 1
+        looks = looks and _steps_as_keras(self.model)
+        self._calls = reducer.calls if reducer is not None and looks else None
         if current().rank == self.root_rank and _trains_alone(self.model):
             warnings.warn(
                 f"{type(self.model.optimizer).__name__}, the model's optimizer, is no "
@@ -60,8 +67,26 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast after the first batch if that was not possible before."""
+        self._batches += 1
         if not self._done:
             self._broadcast()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Warn of a training step that was made for another optimizer, which it still applies."""
+        reducer = _reducer(self.model)
+        if reducer is None or self._calls is None:
+            return
+        if reducer.calls > self._calls or not self.model.trainable_variables:
+            self._calls = None
+        # One more, as JAX may still be at the last.
+        elif self._batches > self.model.optimizer._ringlet_accumulator.passes:
+            self._calls = None
+            warnings.warn(
+                f"{type(self.model.optimizer).__name__}, the model's optimizer, has reduced no "
+                "gradients, so every rank trains a model of its own: the training step was made "
+                "for another optimizer. Call compile() with the DistributedOptimizer",
+                stacklevel=outside(),
+            )
 
     def _broadcast(self) -> None:
         optimizer, own = getattr(self.model, "optimizer", None), self.model.trainable_variables
@@ -73,12 +98,19 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
 
 def _trains_alone(model: Any) -> bool:
     """Whether Keras's own training step applies gradients that no other rank has a part in."""
-    optimizer, step = getattr(model, "optimizer", None), getattr(type(model), "train_step", None)
+    optimizer = getattr(model, "optimizer", None)
     pair = optimizer, getattr(optimizer, "inner_optimizer", None)  # of a LossScaleOptimizer
     if current().size == 1 or any(hasattr(each, "_ringlet") for each in pair):
         return False
-    own = [getattr(each, "__module__", "") for each in (step, type(optimizer))]
-    return all(name.partition(".")[0] in _KERAS for name in own)
+    return _steps_as_keras(model) and _is_of_keras(type(optimizer))
+
+
+def _steps_as_keras(model: Any) -> bool:
+    return _is_of_keras(getattr(type(model), "train_step", None))
+
+
+def _is_of_keras(each: Any) -> bool:
+    return getattr(each, "__module__", "").partition(".")[0] in _KERAS
 
 
 def _reducer(model: Any) -> GradientReducer | None:

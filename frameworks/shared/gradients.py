@@ -169,6 +169,7 @@ class GradientReducer:
         self.settings, self._warns, self._told = settings, warns, told or {}
         self.memory = Memory(settings.router, settings.averages, settings.predivide)
         self.step = 0
+        self.calls = 0  # of ``reduce``, steps that overflow or fail among them
         self._kind, self._label = kind, ""
         self.title, self.drift = title or kind, Drift(cure)
         self.rate: Callable[[], Any] | None = None  # the learning rate of the step at hand
@@ -214,6 +215,7 @@ class GradientReducer:
         ``outputs``, contiguous arrays of the slots' dtypes and shapes.
         """
         with self._lock:
+            self.calls += 1
             process_set, runtime = self.settings.process_set, current()
             if not process_set.included():
                 return self._alone(slots, arrays, outputs)

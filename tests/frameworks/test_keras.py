@@ -290,6 +290,23 @@ def case_one_rank_ends_training_before_others():
         assert variables_equal(model.weights)
 
 
+def case_an_optimizer_that_the_training_step_does_not_know():
+    """It was made by an earlier fit, whose optimizer it still applies."""
+    start, x = hvd.callbacks.BroadcastGlobalVariablesCallback(0), data(hvd.rank(), 32)[0]
+    for fits_before, passes, expected in ((1, 1, 1), (0, 1, 0), (0, 4, 0)):
+        model = small()
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        for _ in range(fits_before):
+            fit(model)
+        model.optimizer = hvd.DistributedOptimizer(model.optimizer, backward_passes_per_step=passes)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(x, x[:, :4], 16, 3, verbose=0, callbacks=[start])
+        told = [str(w.message) for w in caught if "has reduced no gradients" in str(w.message)]
+        assert len(told) == expected * (hvd.rank() == 0)
+        assert variables_equal(model.weights) == (not expected)
+
+
 def case_an_optimizer_that_is_wrapped_again():
     """It goes on: with momenta that it has not seen itself, and with what was held back."""
     scaled = keras.optimizers.LossScaleOptimizer
