@@ -677,6 +677,23 @@ def case_another_process_group_than_the_models_is_refused():
                     wrapped(inputs(0)).square().mean().backward()
 
 
+def case_names_of_another_model_are_refused():
+    """Of a mapping nothing but "*" would count, without a word."""
+    started()
+    mapping = {"*.weight": "fp16", "*": "topk(ratio=0.05) | ef"}
+    for model, inputs in ((layers, numbers), (Words, words)):
+        own, other = model(), model()
+        for named in (other.named_parameters(), list(own.named_parameters())[:1]):
+            wrapped = DistributedDataParallel(own)
+            wrapped.register_comm_hook(*hvd.ddp_hook(mapping, named))
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"does not name .* of the model that is"):
+                    wrapped(inputs(0)).square().mean().backward()
+        wrapped = DistributedDataParallel(own)
+        wrapped.register_comm_hook(*hvd.ddp_hook(mapping, own.named_parameters()))
+        wrapped(inputs(0)).square().mean().backward()
+
+
 def case_one_gradient_at_a_time_is_refused():
     """So does torch.compile with optimize_ddp = "python_reducer"."""
     started()

@@ -237,14 +237,26 @@ class DdpState:
         self.engine.states[request.key] = state
         self.engine.bring(state, request.place)
 
-    def look(self) -> None:
+    def look(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError where DDP's process group has other ranks than the hook's.
 
-        Replicas would part, or gradients of several models be mixed, without a word.
+        Replicas would part, or gradients of several models be mixed, without a word. Raises
+        ValueError where the names that were given are of other parameters than a bucket's
+        ``parameters``: these would be compressed by no pattern but "*", and not be found by what
+        is loaded.
         """
         if not self._looked:
             refuse_other_ranks(self, self.group)
             self._looked = True
+        if not self._given:
+            return
+        unnamed = [p for p in parameters if id(p) not in self._names]
+        if unnamed:
+            raise ValueError(
+                f"ddp_hook: named_parameters does not name {len(unnamed)} parameter(s) that "
+                f"DistributedDataParallel reduces, the first of shape {list(unnamed[0].shape)}: "
+                "pass those of the model that is trained, after whatever replaces its parameters"
+            )
 
     def agree(self) -> None:
         """Before the first bucket: let ranks begin alike with what they have loaded. Collective.
@@ -528,8 +540,8 @@ def reduce_bucket(
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     watched = state.watch()
     try:
-        state.look()
-    except RuntimeError as error:
+        state.look(bucket.parameters())
+    except (RuntimeError, ValueError) as error:
         return state.given_up(error, buffer, future, watched)
     if buffer.is_sparse:
         future.set_result(_sparse_mean(state, bucket))
