@@ -159,7 +159,7 @@ class TwoOverflowsCancel(Compressor):
 
 
 class InfBySign(Compressor):
-    """Sends Inf as a sum over ranks, where plus and minus of two ranks are 0."""
+    """Sends the first Inf as a sum over ranks, where plus and minus of two ranks are 0."""
 
     def traits(self):
         return Traits("rounds")
@@ -168,8 +168,8 @@ class InfBySign(Compressor):
         return None
 
     def exchange(self, x, out, ctx, local=None):
-        bad = np.sign(np.nan_to_num(x[~np.isfinite(x)], nan=1.0)).sum(keepdims=True)
-        total = (yield Round(np.sign(bad).astype("int32"), "sum"))[0]
+        bad = np.sign(np.nan_to_num(x[~np.isfinite(x)][:1], nan=1.0)).sum(keepdims=True)
+        total = (yield Round(bad.astype("int32"), "sum"))[0]
         finite = np.nan_to_num(x, posinf=0, neginf=0)
         with np.errstate(over="ignore"):
             out[:] = yield Round(finite, "mean")
