@@ -1,10 +1,11 @@
 """What was handed for a call alone, and is kept: the next call finds something else in it."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
-from broken.right import Cells, Momentum, SharedScale, Whole
+from broken.right import Added, Cells, Momentum, SharedScale, Whole
 from ringlet.compressors import Compressor, Part, Round, Traits, remembered
 
 
@@ -63,20 +64,14 @@ class KeepsScaleSlot(Compressor):
             out[:] = payload["codes"] * payload["step"]
 
 
-class KeepsWhatItDecodes(Compressor):
+class KeepsWhatItDecodes(Added):
     """Smooths what it receives, and keeps the array that it was to decode."""
 
     def traits(self):
-        return Traits("sum", fixed_size=True, stateful=True)
-
-    def layout(self, n):
-        return (Part("values", "float32", n),)
-
-    def compress(self, x, ctx):
-        return {"values": x.copy()}
+        return replace(super().traits(), stateful=True)
 
     def decompress(self, payload, out, ctx):
-        out[:] = payload["values"]
+        super().decompress(payload, out, ctx)
         ctx.state["received"] = payload["values"]
 
     def finish(self, out, ctx):

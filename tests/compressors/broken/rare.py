@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from broken.right import Cells, Largest, Momentum, SharedScale, Whole
-from ringlet.compressors import Compressor, Part, Traits
+from broken.right import Added, Cells, Largest, Momentum, SharedScale, Whole
+from ringlet.compressors import Compressor
 
 
 class InfsCancel(Whole):
@@ -140,18 +140,12 @@ class FloatIndicesOfMany(Largest):
         super().decompress({"indices": places, "values": payload["values"]}, out, ctx)
 
 
-class SmallSumsAreNothing(Compressor):
-    """Adds up on the wire, and takes sums below a threshold for noise."""
+class SmallSumsAreNothing(Added):
+    """Takes sums below a threshold for noise."""
 
     def traits(self):
-        return Traits("sum", fixed_size=True, scales=False)
-
-    def layout(self, n):
-        return (Part("values", "float32", n),)
-
-    def compress(self, x, ctx):
-        return {"values": x.copy()}
+        return replace(super().traits(), scales=False)
 
     def decompress(self, payload, out, ctx):
-        out[:] = payload["values"]
+        super().decompress(payload, out, ctx)
         out[np.abs(out) < 1e-3] = 0

@@ -130,6 +130,22 @@ class Signs(Compressor):
             out[:] = (positive * np.float32(2) - np.float32(1)) * payload["scale"]
 
 
+class Added(Compressor):
+    """All values as they are, which are added up on the wire."""
+
+    def traits(self):
+        return Traits("sum", fixed_size=True)
+
+    def layout(self, n):
+        return (Part("values", "float32", n),)
+
+    def compress(self, x, ctx):
+        return {"values": x.copy()}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
 class Folded(Compressor):
     """A linear sketch: every element goes to one of n / 4 sums, the same one on all ranks."""
 
