@@ -10,11 +10,11 @@ import torch
 from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
-from ringlet.ring.callers import public
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import SAME_MODEL, agree
 from ringlet.shared.requests import wait_all
+from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.movements import broadcast_async_
 from ringlet.torch.optimizer.checkpoint import STATE_KEY
 from ringlet.torch.optimizer.loaded_memory import agree_on_loaded

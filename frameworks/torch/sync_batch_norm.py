@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
+from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.ops.movements import allgather
 from ringlet.torch.ops.reductions import allreduce
 
@@ -25,6 +26,7 @@ class SyncBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input`` normalised."""
         self._check_input_dim(input)
@@ -87,6 +89,7 @@ class _Normalise(torch.autograd.Function):
         return output.to(x.dtype), *statistics
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, inverse = ctx.saved_tensors
         values = _widened(x)

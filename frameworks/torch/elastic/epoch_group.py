@@ -18,6 +18,7 @@ from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.ring.communicator import ReduceOp
 from ringlet.torch.elastic.hook_memory import NO_BACKWARD, reopen
+from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.movements import allgather_async, barrier, broadcast_async_
 from ringlet.torch.ops.reductions import allreduce_async_
@@ -138,10 +139,11 @@ class _Rows:
 def behind_backward(call: Callable[[], None]) -> None:
     """Have ``call`` called behind whatever DDP does at the end of the backward pass at hand."""
     autograd: Any = torch.autograd.Variable._execution_engine
-    autograd.queue_callback(lambda: autograd.queue_callback(call))
+    autograd.queue_callback(untraced(lambda: autograd.queue_callback(call)))
 
 
 def _raising(error: Exception, backward: int) -> Callable[[], None]:
+    @untraced
     def fail() -> None:
         reopen(backward)
         raise error

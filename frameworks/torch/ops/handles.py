@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ringlet.fusion import Handle
-from ringlet.ring.callers import public
 from ringlet.ring.errors import RingError
 from ringlet.shared.requests import wait_all
+from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.tensors.views import note_written
 
 Tensors = Sequence[torch.Tensor]
@@ -175,6 +175,7 @@ def differentiable(tensors: Any, start: Start, backward: Backward) -> Result:
 
 class _Collective(torch.autograd.Function):
     @staticmethod
+    @untraced
     def forward(ctx: Any, start: Start, backward: Backward, *tensors: torch.Tensor) -> Any:
         ctx.handle, ctx.collective = start(tensors), backward
         result = ctx.handle.wait()
@@ -184,5 +185,6 @@ class _Collective(torch.autograd.Function):
         return tuple(result)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         return None, None, *ctx.collective(grads, ctx.handle)

@@ -10,9 +10,9 @@ import torch
 from ringlet.fusion import Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
-from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.requests import check_some, check_splits, group_requests, rows_to_send
+from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.handles import Tensors, TorchHandle, differentiable
 from ringlet.torch.ops.reductions import grouped_allreduce
 from ringlet.torch.tensors.placement import Room, flat_at, packed, place_of

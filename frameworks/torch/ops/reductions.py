@@ -19,7 +19,6 @@ from ringlet.fusion import Handle, Request
 from ringlet.fusion.requests.series import Series, prototype_of
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current
-from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.compression import around, as_compressor, legacy
@@ -31,6 +30,7 @@ from ringlet.shared.requests import (
     reduce_op,
     reduced_as,
 )
+from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.handles import (
     Tensors,
     TorchHandle,

@@ -19,6 +19,7 @@ from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.accumulation import check_passes
 from ringlet.shared.optimizer_options import Options
+from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.reductions import grouped_allreduce_async_
 from ringlet.torch.optimizer.naming import refuse_strays
@@ -93,6 +94,7 @@ class AdasumMixin(RefusesScaler):
         """Accept how many passes add up; with Adasum ranks meet in ``step`` only."""
         check_passes(passes)
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; RuntimeError after a step that was interrupted."""
         if self._ringlet_under_way is not None:
@@ -100,6 +102,7 @@ class AdasumMixin(RefusesScaler):
         inner: Any = super()
         inner.zero_grad(set_to_none=set_to_none)
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take this rank's step, then replace it by what Adasum makes of all ranks' steps.
 

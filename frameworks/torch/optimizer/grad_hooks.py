@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ringlet.torch.ops.entry_points import untraced
+
 Ready = Callable[[Any, str, torch.Tensor], None]  # owner, name, parameter
 
 _live: weakref.WeakSet[GradHooks] = weakref.WeakSet()
@@ -48,6 +50,7 @@ class GradHooks:
 
 
 def _hook(owner: weakref.ref[Any], ready: Ready, name: str) -> Callable[[torch.Tensor], None]:
+    @untraced
     def accumulated(p: torch.Tensor) -> None:
         alive = owner()
         if alive is not None:

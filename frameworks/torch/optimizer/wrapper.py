@@ -17,12 +17,13 @@ from ringlet.job.observation import step_skipped
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.precision import Policy
-from ringlet.ring.callers import outside, public
+from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.shared.optimizer_options import Options
 from ringlet.shared.residual_store import remembered
 from ringlet.shared.wrapping import refuse_wrapped, wrapped
+from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.lost_memory import mark, take_mark, warn_of_loaded_too_early
@@ -193,11 +194,13 @@ class _Distributed:
         masters.advance(self._ringlet)
         return result
 
+    @untraced
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the loss scale of ``precision``: what ``backward`` is called on."""
         return loss if self._ringlet_masters is None else loss * self.loss_scale
 
     @property
+    @untraced
     def loss_scale(self) -> float:
         """The loss scale; 1 without ``precision``."""
         if self._ringlet_masters is not None:

@@ -20,6 +20,7 @@ from ringlet.fusion import CompressionFailed
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import Mismatch, RingError
+from ringlet.torch.ops.entry_points import untraced
 
 
 class Stage(IntEnum):
@@ -89,6 +90,7 @@ class BackwardOutcome:
         if isinstance(cause, KeyboardInterrupt):
             self._cause = cause
 
+    @untraced
     def _end(self) -> None:
         """Raise one error on all ranks if any of them has noted a failure."""
         among, failure, cause = self._among, self._failure, self._cause

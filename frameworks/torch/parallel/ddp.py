@@ -30,7 +30,6 @@ from ringlet.job.elastic import refuse
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.reduction import carrier
-from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import Mismatch, RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
@@ -38,6 +37,7 @@ from ringlet.shared.compression import as_router
 from ringlet.shared.residual_store import put, warn_of_common
 from ringlet.torch.elastic.epoch_group import AGAIN, STALE, EpochGroup, behind_backward
 from ringlet.torch.elastic.hook_memory import NO_BACKWARD, HookMemory, kept_for, reopen
+from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.naming import named_pairs, routed, warn_of_unmatched, wrapped_in
@@ -382,6 +382,7 @@ class DdpState:
         made: torch.futures.Future[torch.Tensor] = future
         return made
 
+    @untraced
     def end(self) -> None:
         """Raise what was noted, if anything was; else deliver what DDP has not."""
         failure, self._failure = self._failure, None
@@ -524,6 +525,7 @@ def ddp_hook(
     return state, reduce_bucket
 
 
+@untraced
 def reduce_bucket(
     state: DdpState, bucket: Any, shard: torch.Tensor | None = None
 ) -> torch.futures.Future[torch.Tensor]:

@@ -17,8 +17,8 @@ from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.edition import edition
 from ringlet.job.process_sets import InvalidArgument
-from ringlet.ring.callers import public
 from ringlet.shared.compression import as_compressor
+from ringlet.torch.ops.entry_points import public
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.fsdp_params import levels
 from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules

@@ -24,6 +24,7 @@ from ringlet.fusion.planning.strategy import effective
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
+from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, told
 from ringlet.torch.parallel.fsdp_params import Reduced, param_groups, reduced
 from ringlet.torch.parallel.fsdp_transport import Way, Ways
@@ -92,6 +93,7 @@ class CheckedReduceScatter(ReduceScatter):
         """Return memory for FSDP's inputs and outputs."""
         return self.own.allocate(size, dtype=dtype, device=device)
 
+    @untraced
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -141,6 +143,7 @@ class CompressedReduceScatter(ReduceScatter):
         """Return memory for FSDP's inputs and outputs."""
         return torch.empty(*size, dtype=dtype, device=device)
 
+    @untraced
     def __call__(
         self,
         output_tensor: torch.Tensor,

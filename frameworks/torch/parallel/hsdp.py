@@ -28,13 +28,13 @@ from ringlet.fusion.requests.handle import Handle
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
 from ringlet.job.settings import limits_from
-from ringlet.ring.callers import public
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_compressor
+from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
 from ringlet.torch.parallel.fsdp_params import Reduced, levels, reduced
@@ -62,6 +62,7 @@ class ReplicaAverage:
         self.loaded = ""  # behind so many of them, and one, a state was loaded last, and which
         self._engine, self._module = engine, weakref.ref(module)  # which holds this
 
+    @untraced
     def __call__(self, shard: torch.Tensor) -> None:
         """Take the output of a reduce-scatter.
 

@@ -15,6 +15,7 @@ from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.session import current
 from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import agree_on_settings
+from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, name_parameters, refuse_strays
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
@@ -86,11 +87,13 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         """Raise RuntimeError: ranks have agreed on the parameters."""
         raise RuntimeError("DiLoCo's parameters are settled when it is made: make a new one")
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; RuntimeError after an outer step that was interrupted."""
         self._ringlet.refuse_in_flight(REPEAT)
         self.inner.zero_grad(set_to_none=set_to_none)
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take an inner step, and every ``every``-th time an outer one; return whether it did.
 

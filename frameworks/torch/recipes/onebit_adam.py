@@ -17,6 +17,7 @@ from ringlet.job.session import current
 from ringlet.shared.compression import as_router
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.shared.optimizer_options import Options
+from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, named_pairs, refuse_strays
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
@@ -77,6 +78,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         self._reducer.awaits = False  # no backward pass knows carriers
         self._reducer.drift.parameters = named
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; with a ``closure``, evaluate it once before."""
         loss = None
@@ -96,6 +98,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
                 self._update(group, p, self._carriers[self._names[p]].grad)
         return loss
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; RuntimeError after a step that was interrupted."""
         self._reducer.refuse_in_flight(REPEAT)
