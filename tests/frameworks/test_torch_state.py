@@ -161,6 +161,28 @@ def case_all_shards_at_once():
         optimizer.load_sharded([])
     with pytest.raises(ValueError, match="state of every rank once"):
         optimizer.load_sharded([shards[0], shards[0]])
+    with pytest.raises(ValueError, match="no 'param_groups'"):
+        optimizer.load_sharded([kept] * hvd.size())
+
+
+def case_all_shards_of_what_remembers_nothing():
+    """So that a program need not ask what its compression remembers."""
+    own = model()
+    plain = wrapped(own, "fp16")
+    train(own, plain, 3)
+    shards = hvd.allgather_object(plain.state_dict())
+    kept = copy.deepcopy(own.state_dict())
+    straight = train(own, plain, 2, start=3)
+    own.load_state_dict(kept)
+    plain.load_sharded(shards)
+    assert torch.equal(train(own, plain, 2, start=3), straight)
+    with_feedback = wrapped(own)
+    with_feedback.load_sharded(shards)
+    train(own, with_feedback, 2)
+    assert with_feedback.residual_norm() > 0
+    with pytest.warns(UserWarning, match="holds no residuals"):
+        with_feedback.load_sharded(shards)
+    assert with_feedback.residual_norm() == 0
 
 
 def case_a_checkpoint_of_another_rank_goes_on_with_rows_that_fit():

@@ -187,8 +187,8 @@ class Reducer:
         self._restored(self.memory.load(kept))
 
     def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with what all ranks of an earlier job saved."""
-        self._restored(self.memory.load_shards(shards))
+        """Go on with what all ranks of an earlier job saved, which may be nothing."""
+        self._restored(self.memory.load_shards(shards) if shards else self.memory.load(None))
         self._owing = self._included and self._size() == 1
 
     @property

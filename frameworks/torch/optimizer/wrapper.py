@@ -265,8 +265,6 @@ class _Distributed:
         RuntimeError between ``backward`` and ``step``.
         """
         self._ringlet.refuse_mid_step("load_state_dict")
-        if "param_groups" not in state_dict:
-            raise ValueError("no 'param_groups': this is not what an optimizer's state_dict() gave")
         given = dict(state_dict)
         kept: Mapping[str, Any] | None = given.pop(STATE_KEY, None)
         before = scale_in(given)
@@ -285,8 +283,6 @@ class _Distributed:
         """
         self._ringlet.refuse_mid_step("load_sharded")
         own, shards = shards_of(state_dicts, current().rank)
-        if not shards:
-            raise ValueError("none of these states holds residuals; use load_state_dict")
         before = scale_in(own)
         self._load_inner(own)
         self._ringlet.load_shards(shards)
@@ -317,6 +313,8 @@ class _Distributed:
         )
 
     def _load_inner(self, state_dict: dict[str, Any]) -> None:
+        if "param_groups" not in state_dict:
+            raise ValueError("no 'param_groups': this is not what an optimizer's state_dict() gave")
         inner: Any = super()
         masters, before = state_dict.pop(PRECISION_KEY, None), self._scale_now()
         inner.load_state_dict(state_dict)

@@ -179,8 +179,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""
         own, shards = shards_of(state_dicts, current().rank)
         self._load_inner(own)
-        if shards:
-            self._ringlet.load_shards(shards)
+        self._ringlet.load_shards(shards)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what outer steps' compression holds back on this rank."""

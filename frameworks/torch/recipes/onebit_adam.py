@@ -139,8 +139,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         own, shards = shards_of(state_dicts, current().rank)
         self._load_inner(own)
         self._reducer.memory.change(as_router(self._chosen()))
-        if shards:
-            self._reducer.load_shards(shards)
+        self._reducer.load_shards(shards)
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
