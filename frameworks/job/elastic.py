@@ -276,53 +276,76 @@ def run(
         raise ValueError(f"redundancy must be 0 or 1 copies, not {redundancy!r}")
     if func is None:
         return functools.partial(run, resume=resume, redundancy=redundancy)
-    goes_on = resume == "step"
 
     @functools.wraps(func)
     def synchronised(state: State, *args: Any, **kwargs: Any) -> R:
-        elastic = epochs.is_elastic()
-        keeps, again, common = goes_on and elastic, False, False
-        if goes_on:
-            state.keep_steps()
-            _fingerprint(state.content())  # what cannot be compared is to be found out now
-        copies = None
-        if redundancy:
-            refuse_sets(state.holders())  # or there is none, in whatever job
-            copies = state._copies = Copies(state.holders) if elastic else None
-        own: str | None = None  # what this rank goes on with, where it could
+        training = _Training(state, resume, redundancy)
         while True:
             try:
-                if again:
-                    session.init_again()
-                    state.on_reset()
-                if keeps:
-                    _go_back_unless_alike(state, own)
-                state.sync()
-                if elastic and not common:
-                    epochs.tell_known()
-                own, common = None, True
-                if copies is not None:
-                    _share(state, copies)
+                training.join()
                 result = _called(func, state, *args, **kwargs)
-                if copies is not None:
-                    copies.collect()
+                training.leave()
                 return result
             except HostsUpdatedInterrupt:
-                if not elastic:
+                if not training.elastic:
                     raise
             except RingError as error:
-                others = _by_others(error)
-                if keeps and others:
-                    state.take_back()
-                    own = _fingerprint(state.content()) if common else None
-                elif session.is_initialized():
-                    state.restore()
-                if not elastic or not others:
+                if not training.goes_on(error):
                     raise
-                epochs.note_lost(getattr(error, "ranks", ()))
-            again = True
 
     return synchronised
+
+
+class _Training:
+    """One call of a function that ``run`` has decorated: with what this rank joins others."""
+
+    def __init__(self, state: State, resume: str, redundancy: int) -> None:
+        self.elastic = epochs.is_elastic()
+        self._state = state
+        self._keeps = resume == "step" and self.elastic
+        self._joined = False  # whether ranks have met, and others have to number them anew
+        self._common = False  # whether all have had one state
+        self._own: str | None = None  # a fingerprint of what this rank goes on with, where it can
+        self._copies: Copies | None = None
+        if resume == "step":
+            state.keep_steps()
+            _fingerprint(state.content())  # what cannot be compared is to be found out now
+        if redundancy:
+            refuse_sets(state.holders())  # or there is none, in whatever job
+            self._copies = state._copies = Copies(state.holders) if self.elastic else None
+
+    def join(self) -> None:
+        """Let all ranks that there are now have one state. Collective."""
+        again, self._joined = self._joined, True
+        if again:
+            session.init_again()
+            self._state.on_reset()
+        if self._keeps:
+            _go_back_unless_alike(self._state, self._own)
+        self._state.sync()
+        if self.elastic and not self._common:
+            epochs.tell_known()
+        self._own, self._common = None, True
+        if self._copies is not None:
+            _share(self._state, self._copies)
+
+    def leave(self) -> None:
+        """End what travels beside the steps. Collective."""
+        if self._copies is not None:
+            self._copies.collect()
+
+    def goes_on(self, error: RingError) -> bool:
+        """Put the state back to where training can go on; whether it does, with other ranks."""
+        others = _by_others(error)
+        if self._keeps and others:
+            self._state.take_back()
+            self._own = _fingerprint(self._state.content()) if self._common else None
+        elif session.is_initialized():
+            self._state.restore()
+        if not self.elastic or not others:
+            return False
+        epochs.note_lost(getattr(error, "ranks", ()))
+        return True
 
 
 def in_function(runtime: session.Runtime) -> bool:

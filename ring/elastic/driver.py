@@ -268,7 +268,23 @@ class Driver:
     # One turn of the loop: wait, take what came, decide, print.
 
     def _step(self) -> None:
-        ready = self._wait()
+        self._take_what_came(self._wait())
+        now = time.monotonic()
+        self._look_at_members(now)
+        if self._over is None:
+            self._decide(now)
+        else:
+            self._end_members(now)
+        # Whom the job has left behind may end after it.
+        for note in self._held_back.notes(self._over is not None and self._over[0] != 0):
+            self._printer.note(note)
+        try:
+            self._printer.write()
+        except BrokenPipeError:
+            self._printer.mute()
+            self._finish(128 + signal.SIGPIPE, "nobody reads what ranks print", now)
+
+    def _take_what_came(self, ready: set[int]) -> None:
         if self._signals.fileno() in ready:
             for number in self._signals.arrived():
                 self._forward(number)
@@ -285,29 +301,24 @@ class Driver:
             self._printer.note(complaint)
         self._rank_table.serve(ready)
         self.kv_store.serve(ready)
-        now = time.monotonic()
-        self._look_at_members(now)
-        if self._over is None:
-            hosts, complaint = self._discovery.look(now)
-            if complaint:
-                self._printer.note(complaint)
-            if hosts is not None:
-                self._membership.hosts_found(self._reachable(hosts), now)
-            self._look_for_life(now)
-            self._obey(self._membership.decide(now), now)
-        elif self._end_at is not None and now >= self._end_at:
-            self._rank_table.signal(signal.SIGKILL)
-            for rank in self._rank_table.ranks:
-                if now >= self._end_at + GRACE and rank.code is None and not rank.done:
-                    self._rank_table.lose(rank)
-        # Whom the job has left behind may end after it.
-        for note in self._held_back.notes(self._over is not None and self._over[0] != 0):
-            self._printer.note(note)
-        try:
-            self._printer.write()
-        except BrokenPipeError:
-            self._printer.mute()
-            self._finish(128 + signal.SIGPIPE, "nobody reads what ranks print", now)
+
+    def _decide(self, now: float) -> None:
+        hosts, complaint = self._discovery.look(now)
+        if complaint:
+            self._printer.note(complaint)
+        if hosts is not None:
+            self._membership.hosts_found(self._reachable(hosts), now)
+        self._look_for_life(now)
+        self._obey(self._membership.decide(now), now)
+
+    def _end_members(self, now: float) -> None:
+        """End, in a job that is over, those that did not when they were asked to."""
+        if self._end_at is None or now < self._end_at:
+            return
+        self._rank_table.signal(signal.SIGKILL)
+        for rank in self._rank_table.ranks:
+            if now >= self._end_at + GRACE and rank.code is None and not rank.done:
+                self._rank_table.lose(rank)
 
     def _wait(self) -> set[int]:
         poll = select.poll()
