@@ -26,13 +26,16 @@ class SyncBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
-    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input`` normalised."""
         self._check_input_dim(input)
         uses_batch = self.training or self.running_mean is None
         if not uses_batch or current().size == 1:
             return super().forward(input)
+        return self._over_ranks(input)
+
+    @untraced
+    def _over_ranks(self, input: torch.Tensor) -> torch.Tensor:
         if self.momentum is not None:
             weight = self.momentum
         else:
