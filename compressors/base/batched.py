@@ -47,7 +47,8 @@ class Batched(NamedTuple):
     payload's arrays, four at most, in the kernels' order. ``key`` tells the key of a tensor's
     random numbers; kernels that draw none are given 0. ``kept_in`` names the entry of a context's
     state in which ``residual`` finds what it returns, where nothing else decides about that: it
-    need not be asked again while the state has the same array.
+    need not be asked again while the state has the same array. An element of it has
+    ``residual_bytes``.
 
     A row for a whole tensor serves its pieces too, at the granularity that traits promise: what
     begins ``n`` elements later has its values, its residual and its offset ``n`` elements later.
@@ -61,6 +62,7 @@ class Batched(NamedTuple):
     decode: Kernel
     draws: bool = False
     residual: Residual = no_residual
+    residual_bytes: int = 4
     decay: float = 1.0
     kept_in: str = ""
     key: Key = own_key

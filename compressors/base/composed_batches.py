@@ -52,6 +52,28 @@ def fed_back(encode: Kernel, decode: Kernel) -> Kernel:
     return encode_fed
 
 
+def kept_in_16_bits(encode_fed: Kernel) -> Kernel:
+    """Return ``encode_fed`` of a ``Batched`` for residuals whose rows tell of bfloat16 bits.
+
+    They are widened before, and rounded to nearest even behind it.
+    """
+    from ringlet.compressors.kernels.cpu.modifiers import residuals
+
+    def encode_kept(tensors: Array, payloads: Array, decay: np.float32) -> None:
+        for rows in runs(payloads[:, LENGTH]):
+            own, sent = tensors[rows], payloads[rows]
+            starts, total = _laid_out(sent[:, LENGTH])
+            wide = np.empty(total, np.float32)
+            places = addresses(wide, starts)
+            residuals.widen16_many(own, sent, places)
+            lent = own.copy()
+            lent[:, RESIDUAL] = places
+            encode_fed(lent, sent, decay)
+            residuals.narrow16_many(own, sent, places)
+
+    return encode_kept
+
+
 def chained(
     label: Callable[[], str],
     layout: Callable[[int], Sequence[Part]],

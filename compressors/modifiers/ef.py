@@ -22,7 +22,7 @@ from ringlet.compressors.base.batched import (
     ExchangeOfMany,
     no_residual,
 )
-from ringlet.compressors.base.composed_batches import fed_back
+from ringlet.compressors.base.composed_batches import fed_back, kept_in_16_bits
 from ringlet.compressors.base.contract import (
     Exchange,
     Payload,
@@ -44,7 +44,7 @@ from ringlet.compressors.core.multitensor import (
 )
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remembered
-from ringlet.compressors.modifiers.residuals import STORES, Store, widen
+from ringlet.compressors.modifiers.residuals import STORES, Store, Store16, widen
 from ringlet.compressors.specs.registry import register
 
 
@@ -181,17 +181,23 @@ class ErrorFeedback(Modifier):
         return None if inner is None else _Feeding(inner, self)
 
     def batched(self) -> Batched | None:
-        """The wrapped compressor's kernels, with residuals, where these are kept in float32."""
+        """The wrapped compressor's kernels, with residuals, where each is in one array."""
         own = keeps(self, ErrorFeedback, "encode_into", "residual", "residuals") and keeps(
             self, Modifier, "decompress", "sum_into"
         )
-        inner = self.wrapped_compressor.batched() if own and self.store is None else None
+        narrow = isinstance(self.store, Store16)
+        lendable = narrow or self.store is None
+        inner = self.wrapped_compressor.batched() if own and lendable else None
         if inner is None or inner.residual is not no_residual:
             return None
-        kept_in = "" if self.reset else "residual"
         fed = inner.encode_fed or fed_back(inner.encode, inner.decode)
+        kept_in = "residual_bf16" if narrow else "residual"
         return inner._replace(
-            encode_fed=fed, residual=self._lent, decay=self.decay, kept_in=kept_in
+            encode_fed=kept_in_16_bits(fed) if narrow else fed,
+            residual=self._lent,
+            residual_bytes=2 if narrow else 4,
+            decay=self.decay,
+            kept_in="" if self.reset else kept_in,
         )
 
     def batched_rounds(self) -> BatchedRounds | None:
@@ -209,7 +215,14 @@ class ErrorFeedback(Modifier):
         return BatchedRounds(inner.takes, fed_back)
 
     def _lent(self, n: int, ctx: Context) -> Array | None:
-        return self.residual(n, ctx) if self.remembers(ctx) else None
+        if not self.remembers(ctx):
+            return None
+        if self.store is None:
+            return self.residual(n, ctx)
+        held: Array = self.store.arrays(n, ctx)["values"]
+        if self.forgets(ctx.step):
+            held[...] = 0
+        return held
 
     def multi_varying(self, ctx: Context) -> Varying | None:
         """The same for payloads of variable size."""

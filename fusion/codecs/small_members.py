@@ -216,7 +216,7 @@ class SmallMembers:
         rows: Array = self._rows[self._owners[part]]
         rows[:, VALUES] += before * _FLOAT
         if rows[:1, RESIDUAL].any():  # all have one, or none
-            rows[:, RESIDUAL] += before * _FLOAT
+            rows[:, RESIDUAL] += before * self._kernels.residual_bytes
         rows[:, OFFSET] += before
         return rows
 

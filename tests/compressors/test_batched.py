@@ -58,6 +58,11 @@ SPECS = [
     "topk(ratio=0.5) | onebit | ef",
     "topk | fp16 | ef",
     "block_topk(ratio=0.1) | fp8 | ef",
+    "int8 | ef(dtype='bf16')",
+    "topk(ratio=0.1) | ef(dtype='bf16', decay=0.5)",
+    "topk(ratio=0.29) | int8(bucket=32) | ef(dtype='bf16')",
+    "onebit | ef(dtype='bf16', reset=3)",
+    "int4 | server_ef(dtype='bf16')",
 ]
 LENGTHS = [1, 7, 64, 511, 512, 513, 1000]
 RANKS = 3
@@ -160,7 +165,7 @@ def test_what_compresses_in_its_own_way_is_not_passed_over():
     for spec in (
         "topk_sampled",
         "lossless",
-        "int8 | ef(dtype='bf16')",
+        "int8 | ef(dtype='int8')",
         "int8 | hadamard",
         "topk | sidco",
         "qsgd | scaled",

@@ -105,6 +105,8 @@ def test_results_are_those_of_each_member_alone(parts, dtype):
             "signsgd(bucket=32) | min_size(0)",
             "terngrad(bucket=32) | ef | min_size(0)",
             "topk(ratio=0.1) | ef",
+            "int8 | ef(dtype='bf16') | min_size(0)",
+            "topk(ratio=0.3) | ef(dtype='bf16', decay=0.5, reset=2)",
             "topk(ratio=0.3) | int8 | ef(decay=0.5)",
             "topk(ratio=0.3) | maxnorm(stochastic=True) | ef",
         ]
@@ -218,7 +220,12 @@ CODECS = ("int8", "onebit", "topk", "fp8", "mxfp4", "nvfp4", "block_topk")
 
 @pytest.mark.parametrize(
     ("spec", "most"),
-    [("none", 2), ("fp16", 6), *((f"{codec} | ef", 7) for codec in CODECS)],
+    [
+        ("none", 2),
+        ("fp16", 6),
+        *((f"{codec} | ef", 7) for codec in CODECS),
+        ("int8 | ef(dtype='bf16')", 7),
+    ],
 )
 def test_a_small_tensor_more_costs_few_calls_a_step(spec, most):
     """Counted in the engine's thread, Python's functions and C's."""

@@ -111,7 +111,12 @@ def _rows(
         return [kernels.values(x, ctx) for x, ctx in zip(xs, around, strict=True)]
     _, kept, key, offset = kernels.row(0, first.numel, around[0])
     return [
-        (x.ctypes.data, kept and kept + 4 * tensor.offset, key, offset + tensor.offset)
+        (
+            x.ctypes.data,
+            kept and kept + kernels.residual_bytes * tensor.offset,
+            key,
+            offset + tensor.offset,
+        )
         for x, tensor in zip(xs, tensors, strict=True)
     ]
 

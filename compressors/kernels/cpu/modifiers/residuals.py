@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import types
+import numpy as np
+from numba import carray, types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
     ROUNDER,
@@ -13,6 +14,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
     bits_f32,
     f32_bits,
     f32_to_bf16,
+    pointer,
 )
 from ringlet.compressors.kernels.cpu.quantizers.quantize import TINY
 from ringlet.ring.jit import jit
@@ -42,6 +44,29 @@ def widen16(add: bool) -> Any:
             out[i] = out[i] + value if add else value
 
     return widen
+
+
+@jit
+def widen16_many(tensors: Any, payloads: Any, outs: Any) -> None:
+    """Widen many tensors' residuals: rows are those of ``base.batched``.
+
+    ``outs`` (uint64) tells where each goes.
+    """
+    for t in range(outs.size):
+        n = types.intp(payloads[t, 0])
+        bits = carray(pointer(tensors[t, 1]), n, np.uint16)
+        out = carray(pointer(outs[t]), n, np.float32)
+        for i in range(n):
+            out[i] = bf16_to_f32(bits[i])
+
+
+@jit
+def narrow16_many(tensors: Any, payloads: Any, places: Any) -> None:
+    """Do what ``narrow16`` does for many tensors, whose float32 residuals lie at ``places``."""
+    for t in range(places.size):
+        n = types.intp(payloads[t, 0])
+        wide = carray(pointer(places[t]), n, np.float32)
+        narrow16(wide, carray(pointer(tensors[t, 1]), n, np.uint16))
 
 
 @jit
