@@ -18,23 +18,39 @@ from ringlet.compressors.core.lengths import check_parts
 from ringlet.compressors.core.traits import Part, Payload
 
 Kernel = Callable[..., bool | None]
-Residual = Callable[[int, Context], Array | None]
 Key = Callable[[int, Context], int]
-Row = tuple[int, int, int, int]  # by column: where values and the residual lie, the key, the offset
-VALUES, RESIDUAL, KEY, OFFSET = range(4)
+# By column: where values and the residual lie, the key, the offset, where a second memory lies.
+Row = tuple[int, int, int, int, int]
+VALUES, RESIDUAL, KEY, OFFSET, SECOND = range(5)
 LENGTH = 0  # the first column of a payload's row; the others are where its arrays lie
 ARRAYS = 4  # that a payload has at most
 
 _RUN = 1 << 17  # elements that kernels made of others take at once, while they are in the cache
 
 
-def no_residual(n: int, ctx: Context) -> None:
-    """Return None: nothing is fed back."""
-
-
 def own_key(n: int, ctx: Context) -> int:
     """Return the key of the tensor's own random numbers."""
     return ctx.key()
+
+
+class RowMemory(NamedTuple):
+    """An array of a context's state of which rows tell.
+
+    ``of(n, ctx)`` returns what ``n`` elements have of it, or None in a stage that has none; that is
+    ``width`` bytes for each ``block`` of elements. ``key`` names the entry of the state in which
+    ``of`` finds it, where nothing else decides about that: it need not be asked again while the
+    state has the same array.
+    """
+
+    of: Callable[[int, Context], Array | None]
+    key: str = ""
+    width: int = 4
+    block: int = 1
+
+    def place(self, n: int, ctx: Context) -> int:
+        """Return where it lies; 0 where there is none."""
+        held = self.of(n, ctx)
+        return 0 if held is None else address(held, -(-n // self.block))
 
 
 class Batched(NamedTuple):
@@ -45,13 +61,11 @@ class Batched(NamedTuple):
     too; where there is none, feedback is what ``Compressor.feedback_into`` makes of the other two.
     ``decode`` returns False where a payload has an index beyond its tensor. ``names`` are the
     payload's arrays, four at most, in the kernels' order. ``key`` tells the key of a tensor's
-    random numbers; kernels that draw none are given 0. ``kept_in`` names the entry of a context's
-    state in which ``residual`` finds what it returns, where nothing else decides about that: it
-    need not be asked again while the state has the same array. An element of it has
-    ``residual_bytes``.
+    random numbers; kernels that draw none are given 0. ``memories`` are the residual, if there is
+    one, and perhaps one more.
 
     A row for a whole tensor serves its pieces too, at the granularity that traits promise: what
-    begins ``n`` elements later has its values, its residual and its offset ``n`` elements later.
+    begins ``n`` elements later has its values, its memories and its offset ``n`` elements later.
     """
 
     label: Callable[[], str]  # of the compressor
@@ -61,10 +75,8 @@ class Batched(NamedTuple):
     encode_fed: Kernel | None
     decode: Kernel
     draws: bool = False
-    residual: Residual = no_residual
-    residual_bytes: int = 4
+    memories: tuple[RowMemory, ...] = ()
     decay: float = 1.0
-    kept_in: str = ""
     key: Key = own_key
 
     def table(self, payloads: Sequence[Payload], lengths: Sequence[int]) -> Array:
@@ -81,21 +93,30 @@ class Batched(NamedTuple):
     @property
     def asks(self) -> bool:
         """Whether a row depends on the context: on what is remembered, or drawn."""
-        return self.draws or self.residual is not no_residual
+        return self.draws or bool(self.memories)
 
     def values(self, x: Array, ctx: Context) -> Row:
-        """Return a tensor's row for ``encode_into``, whose residual belongs to it, if it has one.
+        """Return a tensor's row for ``encode_into``.
 
-        It tells where ``x`` and the residual lie, which have to stay there. Raises CompressorError
-        for arrays with gaps, and where what is remembered does not fit.
+        It tells where ``x`` and memories lie, which have to stay there. Raises CompressorError for
+        arrays with gaps, and where what is remembered does not fit.
         """
         return self.row(address(x, x.size), x.size, ctx)
 
     def row(self, at: int, n: int, ctx: Context) -> Row:
         """Return the same of ``n`` values that lie ``at`` an address."""
-        held = self.residual(n, ctx)
-        kept = 0 if held is None else address(held, n)
-        return at, kept, self.key(n, ctx) if self.draws else 0, ctx.offset
+        residual, second, *_ = (*(memory.place(n, ctx) for memory in self.memories), 0, 0)
+        return at, residual, self.key(n, ctx) if self.draws else 0, ctx.offset, second
+
+    def moved(self, rows: Array, before: Array) -> Array:
+        """Return the rows (uint64) of what begins so many elements (uint64) after each of them."""
+        found = rows.copy()
+        found[:, VALUES] += before * np.uint64(4)
+        found[:, OFFSET] += before
+        for column, memory in zip((RESIDUAL, SECOND), self.memories, strict=False):
+            if rows[:1, column].any():  # all have one, or none
+                found[:, column] += before // np.uint64(memory.block) * np.uint64(memory.width)
+        return found
 
     def encode_into(self, rows: Sequence[Row] | Array, payloads: Array) -> None:
         """Encode what ``values`` told of each tensor, into the payloads of a ``table``."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
-from ringlet.compressors.base.batched import Batched, no_residual
+from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.composed_batches import chained
 from ringlet.compressors.base.contract import (
     Compressor,
@@ -224,7 +224,7 @@ class Chain(Compressor, joins=True):
         first, second = self.first.batched(), self.second.batched()
         if first is None or second is None:
             return None
-        if first.residual is not no_residual or second.residual is not no_residual:
+        if first.memories or second.memories:
             return None
         return chained(self.label, self.layout, self.part, self._count, first, second)
 

@@ -16,6 +16,7 @@ from ringlet.compressors.base.batched import (
     KEY,
     LENGTH,
     RESIDUAL,
+    SECOND,
     VALUES,
     Batched,
     Kernel,
@@ -25,6 +26,8 @@ from ringlet.compressors.base.batched import (
 )
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.traits import Part
+
+Widening = Callable[[Array, Array, Array], None]
 
 _ONE = np.float32(1)
 
@@ -52,12 +55,12 @@ def fed_back(encode: Kernel, decode: Kernel) -> Kernel:
     return encode_fed
 
 
-def kept_in_16_bits(encode_fed: Kernel) -> Kernel:
-    """Return ``encode_fed`` of a ``Batched`` for residuals whose rows tell of bfloat16 bits.
+def narrowed(encode_fed: Kernel, widen: Widening, narrow: Widening) -> Kernel:
+    """Return ``encode_fed`` of a ``Batched`` for residuals of which rows tell in fewer bits.
 
-    They are widened before, and rounded to nearest even behind it.
+    ``widen(tensors, payloads, places)`` is called before it, with the addresses of float32
+    residuals, and ``narrow`` behind it.
     """
-    from ringlet.compressors.kernels.cpu.modifiers import residuals
 
     def encode_kept(tensors: Array, payloads: Array, decay: np.float32) -> None:
         for rows in runs(payloads[:, LENGTH]):
@@ -65,13 +68,41 @@ def kept_in_16_bits(encode_fed: Kernel) -> Kernel:
             starts, total = _laid_out(sent[:, LENGTH])
             wide = np.empty(total, np.float32)
             places = addresses(wide, starts)
-            residuals.widen16_many(own, sent, places)
+            widen(own, sent, places)
             lent = own.copy()
             lent[:, RESIDUAL] = places
             encode_fed(lent, sent, decay)
-            residuals.narrow16_many(own, sent, places)
+            narrow(own, sent, places)
 
     return encode_kept
+
+
+def with_momentum(encode_fed: Kernel, decode: Kernel, momentum: float, masking: bool) -> Kernel:
+    """Return ``encode_fed`` of a ``Batched`` for ``momentum_correction``, whose residual is v.
+
+    The second memory is u; where there is none, what is lost is kept in v alone.
+    """
+    from ringlet.compressors.kernels.cpu.modifiers import state_updates
+
+    weight = np.float32(momentum)
+
+    def encode_advanced(tensors: Array, payloads: Array, decay: np.float32) -> None:
+        if not tensors[0, SECOND]:
+            encode_fed(tensors, payloads, _ONE)
+            return
+        for rows in runs(payloads[:, LENGTH]):
+            own, sent = tensors[rows], payloads[rows]
+            starts, total = _laid_out(sent[:, LENGTH])
+            advanced, decoded = np.empty(total, np.float32), np.empty(total, np.float32)
+            places, outs = addresses(advanced, starts), addresses(decoded, starts)
+            state_updates.advance_many(own, sent, weight, places)
+            moved = own.copy()
+            moved[:, VALUES] = places
+            encode_fed(moved, sent, _ONE)
+            decode(outs, sent[None], _ONE)
+            state_updates.settle_many(own, sent, places, outs, masking)
+
+    return encode_advanced
 
 
 def chained(

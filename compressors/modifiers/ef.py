@@ -20,9 +20,9 @@ from ringlet.compressors.base.batched import (
     BatchedRounds,
     Exchanged,
     ExchangeOfMany,
-    no_residual,
+    RowMemory,
 )
-from ringlet.compressors.base.composed_batches import fed_back, kept_in_16_bits
+from ringlet.compressors.base.composed_batches import fed_back, narrowed
 from ringlet.compressors.base.contract import (
     Exchange,
     Payload,
@@ -44,7 +44,7 @@ from ringlet.compressors.core.multitensor import (
 )
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remembered
-from ringlet.compressors.modifiers.residuals import STORES, Store, Store16, widen
+from ringlet.compressors.modifiers.residuals import STORES, Store, widen
 from ringlet.compressors.specs.registry import register
 
 
@@ -181,24 +181,22 @@ class ErrorFeedback(Modifier):
         return None if inner is None else _Feeding(inner, self)
 
     def batched(self) -> Batched | None:
-        """The wrapped compressor's kernels, with residuals, where each is in one array."""
+        """The wrapped compressor's kernels, with residuals."""
         own = keeps(self, ErrorFeedback, "encode_into", "residual", "residuals") and keeps(
             self, Modifier, "decompress", "sum_into"
         )
-        narrow = isinstance(self.store, Store16)
-        lendable = narrow or self.store is None
-        inner = self.wrapped_compressor.batched() if own and lendable else None
-        if inner is None or inner.residual is not no_residual:
+        inner = self.wrapped_compressor.batched() if own else None
+        if inner is None or inner.memories:
             return None
-        fed = inner.encode_fed or fed_back(inner.encode, inner.decode)
-        kept_in = "residual_bf16" if narrow else "residual"
-        return inner._replace(
-            encode_fed=kept_in_16_bits(fed) if narrow else fed,
-            residual=self._lent,
-            residual_bytes=2 if narrow else 4,
-            decay=self.decay,
-            kept_in="" if self.reset else kept_in,
-        )
+        fed, store = inner.encode_fed or fed_back(inner.encode, inner.decode), self.store
+        memories: tuple[RowMemory, ...]
+        if store is None:
+            memories = (RowMemory(self._lent, "residual"),)
+        else:
+            memories, fed = store.memories(self._lent_part), narrowed(fed, *store.widening())
+        if self.reset:  # the step decides, too
+            memories = tuple(memory._replace(key="") for memory in memories)
+        return inner._replace(encode_fed=fed, memories=memories, decay=self.decay)
 
     def batched_rounds(self) -> BatchedRounds | None:
         """The wrapped compressor's, with residuals, where these are kept in float32."""
@@ -215,11 +213,13 @@ class ErrorFeedback(Modifier):
         return BatchedRounds(inner.takes, fed_back)
 
     def _lent(self, n: int, ctx: Context) -> Array | None:
-        if not self.remembers(ctx):
+        return self.residual(n, ctx) if self.remembers(ctx) else None
+
+    def _lent_part(self, name: str, n: int, ctx: Context) -> Array | None:
+        """Return what is kept in fewer bits: an array of the ``store``."""
+        if self.store is None or not self.remembers(ctx):
             return None
-        if self.store is None:
-            return self.residual(n, ctx)
-        held: Array = self.store.arrays(n, ctx)["values"]
+        held: Array = self.store.arrays(n, ctx)[name]
         if self.forgets(ctx.step):
             held[...] = 0
         return held

@@ -7,11 +7,14 @@ training", ICLR 2018.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Payload, Traits
+from ringlet.compressors.base.batched import Batched, RowMemory
+from ringlet.compressors.base.composed_batches import fed_back, with_momentum
+from ringlet.compressors.base.contract import Payload, Traits, keeps
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.base.norms import shrinking
 from ringlet.compressors.core.context import Array, Context
@@ -84,6 +87,20 @@ class MomentumCorrection(Modifier):
         inner.feedback_into(advanced, v, 1.0, payload, ctx)
         self._settle(advanced, payload, ctx)
 
+    def batched(self) -> Batched | None:
+        """The wrapped compressor's kernels, with both memories, where nothing is clipped."""
+        own = keeps(self, MomentumCorrection, "encode_into") and keeps(
+            self, Modifier, "decompress", "sum_into"
+        )
+        inner = self.wrapped_compressor.batched() if own and not self.clip else None
+        if inner is None or inner.memories:
+            return None
+        fed = inner.encode_fed or fed_back(inner.encode, inner.decode)
+        return inner._replace(
+            encode_fed=with_momentum(fed, inner.decode, self.momentum, self._masks()),
+            memories=(RowMemory(partial(remembered, "v"), "v"), RowMemory(_momentum, "u")),
+        )
+
     def _advanced(self, x: Array, ctx: Context) -> Array:
         """Return momentum * u + x, in scratch memory; u stays as it is until ``_settle``."""
         advanced = ctx.workspace.array("momentum.advanced", x.size)
@@ -105,3 +122,8 @@ class MomentumCorrection(Modifier):
         if not self.clip or x.size == 0:
             return None
         return shrinking(x, self.clip / ctx.size**0.5, ctx)
+
+
+def _momentum(n: int, ctx: Context) -> Array | None:
+    """Return u; a sum of what ranks sent has had its momentum."""
+    return remembered("u", n, ctx) if ctx.stage == 1 else None

@@ -6,12 +6,17 @@ A state holds one of ``residual`` (float32), ``residual_bf16`` (the bits, int16)
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from ringlet.compressors.base import norms
+from ringlet.compressors.base.batched import RowMemory
 from ringlet.compressors.base.bucketed import Bucketed, Kernel, widened
+from ringlet.compressors.base.composed_batches import Widening
 from ringlet.compressors.base.contract import Part, Payload, Traits, storage
 from ringlet.compressors.core.context import Array, Context, State, Workspace
 from ringlet.compressors.core.errors import CompressorError
@@ -61,6 +66,19 @@ class Store(Bucketed):
             piece = state[key][first : first + counts[name]]
             found[name] = piece.view(storage(bits))
         return found
+
+    def memories(self, of: Callable[[str, int, Context], Array | None]) -> tuple[RowMemory, ...]:
+        """Return what rows of many tensors tell; ``of(name, n, ctx)`` returns a payload's array."""
+        return tuple(
+            RowMemory(partial(of, name), key, np.dtype(dtype).itemsize, self.granule // step)
+            for (name, (key, dtype)), step in zip(
+                self.held.items(), self.strides().values(), strict=True
+            )
+        )
+
+    @abstractmethod
+    def widening(self) -> tuple[Widening, Widening]:
+        """Return kernels for many tensors in host memory: to widen residuals, and to round them."""
 
     def _begin(self, numel: int, ctx: Context) -> None:
         """Begin with zeros, or with what is held in another dtype."""
@@ -125,6 +143,12 @@ class Store16(Store):
 
         return BucketedCodec("modifiers/residuals", 16, _AT_ONCE)
 
+    def widening(self) -> tuple[Widening, Widening]:
+        """The kernels."""
+        from ringlet.compressors.kernels.cpu.modifiers import residuals
+
+        return residuals.widen16_many, residuals.narrow16_many
+
 
 class Store8(Store):
     """8 bits, rounded to nearest even, and a bfloat16 scale per 128 elements."""
@@ -184,6 +208,12 @@ class Store8(Store):
         from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
         return BucketedCodec("modifiers/residuals", 8, self.BLOCK)
+
+    def widening(self) -> tuple[Widening, Widening]:
+        """The kernels."""
+        from ringlet.compressors.kernels.cpu.modifiers import residuals
+
+        return residuals.widen8_many, residuals.narrow8_many
 
 
 STORES: dict[str, Store] = {"bf16": Store16(), "int8": Store8()}

@@ -21,14 +21,14 @@ from ringlet.compressors import Context, PayloadError
 from ringlet.compressors.base.batched import (
     ARRAYS,
     LENGTH,
-    OFFSET,
-    RESIDUAL,
+    SECOND,
     VALUES,
     Batched,
     address,
     payload_row,
 )
 from ringlet.compressors.base.contract import storage
+from ringlet.compressors.core.context import State
 from ringlet.compressors.core.payload import padded
 from ringlet.fusion.devices.convert import from_float32, to_float32
 from ringlet.fusion.errors import CompressionFailed
@@ -39,6 +39,7 @@ MOST = 1 << 16  # elements of a small one: its sum stays in a core's cache, and 
 
 _GROUP = 1 << 17  # elements that are converted together, and encoded while they are in the cache
 _FLOAT = 4  # bytes
+_COLUMNS = SECOND + 1  # of rows
 _HALVES = ("float16", "bfloat16")
 
 _Range = tuple[int, int]
@@ -59,16 +60,19 @@ class _Piece(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Rows of tensors that stay what they are while each context's state has the same array."""
+    """Rows of tensors that stay what they are while each context's state has the same arrays."""
 
     rows: Array
-    contexts: Sequence[Context]
-    arrays: Sequence[Any]
+    held: Sequence[tuple[State, str, Any]]
 
-    def holds(self, name: str) -> bool:
-        """Whether the states have, by this name, what they had."""
-        pairs = zip(self.contexts, self.arrays, strict=True)
-        return all(ctx.state.get(name) is array for ctx, array in pairs)
+    @classmethod
+    def of(cls, rows: Array, contexts: Sequence[Context], keys: Sequence[str]) -> Self:
+        """Return rows that tell of what states have under ``keys``."""
+        return cls(rows, [(c.state, key, c.state.get(key)) for key in keys for c in contexts])
+
+    def still(self) -> bool:
+        """Whether the states have what they had."""
+        return all(state.get(key) is array for state, key, array in self.held)
 
 
 class SmallMembers:
@@ -212,13 +216,7 @@ class SmallMembers:
             inputs = [member.input for member in self._members] if self._prescale == 1.0 else []
             self._inputs = _addresses(inputs)
             self._rows = self._rows_of(self._whole, self._inputs, 0, 1, stage=1)
-        before = self._before[part]
-        rows: Array = self._rows[self._owners[part]]
-        rows[:, VALUES] += before * _FLOAT
-        if rows[:1, RESIDUAL].any():  # all have one, or none
-            rows[:, RESIDUAL] += before * self._kernels.residual_bytes
-        rows[:, OFFSET] += before
-        return rows
+        return self._kernels.moved(self._rows[self._owners[part]], self._before[part])
 
     def _rows_of(
         self,
@@ -234,21 +232,21 @@ class SmallMembers:
         """
         kernels, key = self._kernels, (part, stage)
         if not kernels.asks:
-            rows = np.zeros((len(pieces), 4), np.uint64)
-        elif (kept := self._kept.get(key)) is not None and kept.holds(kernels.kept_in):
+            rows = np.zeros((len(pieces), _COLUMNS), np.uint64)
+        elif (kept := self._kept.get(key)) is not None and kept.still():
             rows = kept.rows.copy()
         else:
             contexts = [member.context(part, parts, stage) for member, _, _ in pieces]
             rows = self._asked(pieces, contexts)
-            if kernels.kept_in and not kernels.draws:
-                arrays = [ctx.state.get(kernels.kept_in) for ctx in contexts]
-                self._kept[key] = _Kept(rows.copy(), contexts, arrays)
+            keys = [memory.key for memory in kernels.memories]
+            if all(keys) and not kernels.draws:
+                self._kept[key] = _Kept.of(rows.copy(), contexts, keys)
         rows[:, VALUES] = addresses or 0
         return rows
 
     def _asked(self, pieces: Sequence[_Piece], contexts: Sequence[Context]) -> Array:
         """Return rows with what kernels remember of each piece, and draw for it."""
-        rows = np.zeros((len(pieces), 4), np.uint64)
+        rows = np.zeros((len(pieces), _COLUMNS), np.uint64)
         for i, ((member, start, stop), ctx) in enumerate(zip(pieces, contexts, strict=True)):
             try:
                 rows[i] = self._kernels.row(0, stop - start, ctx)

@@ -63,6 +63,14 @@ SPECS = [
     "topk(ratio=0.29) | int8(bucket=32) | ef(dtype='bf16')",
     "onebit | ef(dtype='bf16', reset=3)",
     "int4 | server_ef(dtype='bf16')",
+    "int8 | ef(dtype='int8')",
+    "topk(ratio=0.1) | int8 | ef(dtype='int8', decay=0.5, reset=3)",
+    "topk(ratio=0.1) | momentum_correction",
+    "block_topk(ratio=0.1) | momentum_correction(momentum=0.5)",
+    "int8 | momentum_correction(masking=False)",
+    "topk(ratio=0.29) | int8 | momentum_correction",
+    "maxnorm(bits=5, stochastic=True) | momentum_correction",
+    "fp16 | momentum_correction",
 ]
 LENGTHS = [1, 7, 64, 511, 512, 513, 1000]
 RANKS = 3
@@ -78,7 +86,13 @@ def values(n, seed):
 def contexts(stage):
     return [
         Context(
-            name=f"w{n}", shape=(n + 64,), numel=n + 64, offset=64, step=3, size=RANKS, stage=stage
+            name=f"w{n}",
+            shape=(n + 128,),
+            numel=n + 128,
+            offset=128,
+            step=3,
+            size=RANKS,
+            stage=stage,
         )
         for n in LENGTHS
     ]
@@ -165,7 +179,8 @@ def test_what_compresses_in_its_own_way_is_not_passed_over():
     for spec in (
         "topk_sampled",
         "lossless",
-        "int8 | ef(dtype='int8')",
+        "topk | momentum_correction(clip=1.0)",
+        "int8 | ef21",
         "int8 | hadamard",
         "topk | sidco",
         "qsgd | scaled",

@@ -107,6 +107,9 @@ def test_results_are_those_of_each_member_alone(parts, dtype):
             "topk(ratio=0.1) | ef",
             "int8 | ef(dtype='bf16') | min_size(0)",
             "topk(ratio=0.3) | ef(dtype='bf16', decay=0.5, reset=2)",
+            "int8 | ef(dtype='int8') | min_size(0)",
+            "topk(ratio=0.3) | momentum_correction",
+            "onebit(bucket=32) | momentum_correction(masking=False) | min_size(0)",
             "topk(ratio=0.3) | int8 | ef(decay=0.5)",
             "topk(ratio=0.3) | maxnorm(stochastic=True) | ef",
         ]
@@ -225,6 +228,8 @@ CODECS = ("int8", "onebit", "topk", "fp8", "mxfp4", "nvfp4", "block_topk")
         ("fp16", 6),
         *((f"{codec} | ef", 7) for codec in CODECS),
         ("int8 | ef(dtype='bf16')", 7),
+        ("int8 | ef(dtype='int8')", 9),  # which remembers two arrays
+        ("topk | momentum_correction", 9),
     ],
 )
 def test_a_small_tensor_more_costs_few_calls_a_step(spec, most):

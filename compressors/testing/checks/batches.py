@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringlet.compressors.base.batched import Batched, BatchedRounds, Exchanged, Row, addresses
+from ringlet.compressors.base.batched import (
+    VALUES,
+    Batched,
+    BatchedRounds,
+    Exchanged,
+    Row,
+    addresses,
+)
 from ringlet.compressors.base.contract import Compressor, Payload
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.testing.checks.launches import Slots
@@ -104,21 +111,15 @@ def _contexts(tensors: Sequence[_Tensor], step: int, stage: int) -> list[Context
 
 def _rows(
     kernels: Batched, tensors: Sequence[_Tensor], xs: list[Array], around: list[Context]
-) -> list[Row]:
+) -> Sequence[Row] | Array:
     """Return a row of each tensor; those of pieces are moved, from one that tells of the whole."""
     first = tensors[0]
     if first.n == first.numel:
         return [kernels.values(x, ctx) for x, ctx in zip(xs, around, strict=True)]
-    _, kept, key, offset = kernels.row(0, first.numel, around[0])
-    return [
-        (
-            x.ctypes.data,
-            kept and kept + kernels.residual_bytes * tensor.offset,
-            key,
-            offset + tensor.offset,
-        )
-        for x, tensor in zip(xs, tensors, strict=True)
-    ]
+    whole = np.array([kernels.row(0, first.numel, around[0])] * len(tensors), np.uint64)
+    rows = kernels.moved(whole, np.array([tensor.offset for tensor in tensors], np.uint64))
+    rows[:, VALUES] = [x.ctypes.data for x in xs]
+    return rows
 
 
 def _values(tensors: Sequence[_Tensor], seed: int) -> list[Array]:

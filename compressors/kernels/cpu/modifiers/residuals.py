@@ -47,29 +47,6 @@ def widen16(add: bool) -> Any:
 
 
 @jit
-def widen16_many(tensors: Any, payloads: Any, outs: Any) -> None:
-    """Widen many tensors' residuals: rows are those of ``base.batched``.
-
-    ``outs`` (uint64) tells where each goes.
-    """
-    for t in range(outs.size):
-        n = types.intp(payloads[t, 0])
-        bits = carray(pointer(tensors[t, 1]), n, np.uint16)
-        out = carray(pointer(outs[t]), n, np.float32)
-        for i in range(n):
-            out[i] = bf16_to_f32(bits[i])
-
-
-@jit
-def narrow16_many(tensors: Any, payloads: Any, places: Any) -> None:
-    """Do what ``narrow16`` does for many tensors, whose float32 residuals lie at ``places``."""
-    for t in range(places.size):
-        n = types.intp(payloads[t, 0])
-        wide = carray(pointer(places[t]), n, np.float32)
-        narrow16(wide, carray(pointer(tensors[t, 1]), n, np.uint16))
-
-
-@jit
 def narrow8(x: Any, codes: Any, scales: Any) -> None:
     """Round float32 to multiples (uint8, two's complement) of a bfloat16 scale per 128 values."""
     for b in range(scales.size):
@@ -109,3 +86,47 @@ def widen8(add: bool) -> Any:
                 target[i] = target[i] + value if add else value
 
     return widen
+
+
+_widen16, _widen8 = widen16(False), widen8(False)
+
+
+# Rows are those of ``base.batched``; float32 residuals lie at ``places`` (uint64).
+
+
+@jit
+def widen16_many(tensors: Any, payloads: Any, places: Any) -> None:
+    """Do what ``widen16(add=False)`` does for many tensors."""
+    for t in range(places.size):
+        n = types.intp(payloads[t, 0])
+        bits = carray(pointer(tensors[t, 1]), n, np.uint16)
+        _widen16(bits, carray(pointer(places[t]), n, np.float32))
+
+
+@jit
+def narrow16_many(tensors: Any, payloads: Any, places: Any) -> None:
+    """Do what ``narrow16`` does for many tensors."""
+    for t in range(places.size):
+        n = types.intp(payloads[t, 0])
+        bits = carray(pointer(tensors[t, 1]), n, np.uint16)
+        narrow16(carray(pointer(places[t]), n, np.float32), bits)
+
+
+@jit
+def widen8_many(tensors: Any, payloads: Any, places: Any) -> None:
+    """Do what ``widen8(add=False)`` does for many tensors, whose second memory is scales."""
+    for t in range(places.size):
+        n = types.intp(payloads[t, 0])
+        codes = carray(pointer(tensors[t, 1]), n, np.uint8)
+        scales = carray(pointer(tensors[t, 4]), (n + BLOCK - 1) // BLOCK, np.uint16)
+        _widen8(codes, scales, carray(pointer(places[t]), n, np.float32))
+
+
+@jit
+def narrow8_many(tensors: Any, payloads: Any, places: Any) -> None:
+    """Do what ``narrow8`` does for many tensors, whose second memory is scales."""
+    for t in range(places.size):
+        n = types.intp(payloads[t, 0])
+        codes = carray(pointer(tensors[t, 1]), n, np.uint8)
+        scales = carray(pointer(tensors[t, 4]), (n + BLOCK - 1) // BLOCK, np.uint16)
+        narrow8(carray(pointer(places[t]), n, np.float32), codes, scales)

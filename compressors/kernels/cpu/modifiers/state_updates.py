@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
+import numpy as np
+from numba import carray, types
 
-from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits, is_finite
+from ringlet.compressors.kernels.cpu.common.intrinsics import f32_bits, is_finite, pointer
 from ringlet.ring.jit import jit
 
 
@@ -42,3 +43,27 @@ def settle(advanced: Any, sent: Any, masking: bool, velocity: Any) -> None:
         masked = masking and (f32_bits(sent[i]) & types.uint32(0x7FFFFFFF)) != types.uint32(0)
         value = types.float32(0) if masked else advanced[i]
         velocity[i] = value if ok else velocity[i]
+
+
+@jit
+def advance_many(tensors: Any, payloads: Any, momentum: Any, outs: Any) -> None:
+    """Do what ``advance`` does for many tensors: rows are those of ``base.batched``.
+
+    The second memory is the velocity; ``outs`` (uint64) tells where each result goes.
+    """
+    for t in range(outs.size):
+        n = types.intp(payloads[t, 0])
+        x = carray(pointer(tensors[t, 0]), n, np.float32)
+        velocity = carray(pointer(tensors[t, 4]), n, np.float32)
+        out = carray(pointer(outs[t]), n, np.float32)
+        advance(x, types.float32(1), momentum, velocity, out)
+
+
+@jit
+def settle_many(tensors: Any, payloads: Any, advanced: Any, sent: Any, masking: bool) -> None:
+    """Do what ``settle`` does for many tensors; the first two of its arrays lie at addresses."""
+    for t in range(advanced.size):
+        n = types.intp(payloads[t, 0])
+        moved = carray(pointer(advanced[t]), n, np.float32)
+        decoded = carray(pointer(sent[t]), n, np.float32)
+        settle(moved, decoded, masking, carray(pointer(tensors[t, 4]), n, np.float32))
