@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from enum import EnumType
 from types import CodeType, FunctionType, ModuleType
@@ -15,6 +16,10 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 from numba.core.serialize import dumps
 from numba.np.ufunc.dufunc import DUFunc
+
+log = logging.getLogger("ringlet")
+
+_told: set[str] = set()  # why kernels are not kept, which is said once
 
 
 class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no types
@@ -71,11 +76,26 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         return super().load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        if " at 0x" not in repr(sig):  # a kernel is an argument, which no other process will find
+        if " at 0x" in repr(sig):  # a kernel is an argument, which no other process will find
+            return
+        try:
             super().save_overload(sig, data)
+        except OSError as error:  # a full disk, say: what was compiled works without a file
+            why = error.strerror or str(error)
+            _tell(why, f"in {self._cache_path} ({why})")
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return sig, codegen.magic_tuple(), *self._content
+
+
+def _tell(why: str, where: str) -> None:
+    if why not in _told:
+        _told.add(why)
+        log.warning(
+            "compiled kernels cannot be kept %s, so that each process compiles them anew; "
+            "NUMBA_CACHE_DIR names another folder",
+            where,
+        )
 
 
 def _held(kernel: Any, *callers: Any) -> str:
@@ -199,13 +219,18 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     ``@jit`` or ``@jit(fastmath=...)``, with options of ``numba.njit``. It takes arrays of the
     shapes and dtypes that the function is written for, and compiles once for each. With
-    ``NUMBA_DISABLE_JIT=1`` it is the function itself, for a debugger to step through. Raises
-    RuntimeError where files can be kept neither beside the source nor in the user's cache.
+    ``NUMBA_DISABLE_JIT=1`` it is the function itself, for a debugger to step through. Where files
+    can be kept neither beside the source nor in the user's cache, each process compiles anew.
     """
     if function is None:
         return lambda function: jit(function, **options)
     kernel = njit(nogil=True, **options)(function)
     if config.DISABLE_JIT:  # it is the function
         return kernel
-    kernel._cache = _Cache(kernel)
+    try:
+        kernel._cache = _Cache(kernel)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):  # a variable of Numba's that makes no sense
+            raise
+        _tell("nowhere", "beside their sources, in NUMBA_CACHE_DIR or in the user's cache")
     return kernel

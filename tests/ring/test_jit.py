@@ -1,14 +1,17 @@
 """Kernels on disk: whatever processes do at once, nobody runs another's code."""
 
+import errno
 import importlib.util
 import multiprocessing
+import os
 import shutil
 import sys
 
 import numba
 import pytest
-from numba.core.caching import IndexDataCacheFile
+from numba.core.caching import CacheImpl, IndexDataCacheFile
 
+from ringlet.ring import jit as jit_module
 from ringlet.ring.jit import jit
 
 SOURCE = """
@@ -313,3 +316,39 @@ def test_a_debugger_steps_through_a_kernel_where_numba_is_told_not_to_compile(mo
 
     assert jit(add) is add
     assert jit(fastmath=True)(add) is add
+
+
+def test_a_kernel_that_a_full_disk_has_no_room_for_works_and_that_is_said_once(
+    folder, monkeypatch, caplog
+):
+    def full(self, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(jit_module, "_told", set())
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexDataCacheFile, "_open_for_write", full)
+        assert [folder.call(3), folder.call(4)] == [(30, False), (40, False)]
+    (said,) = caplog.messages
+    assert f"kept in {folder.path}" in said
+    assert "(No space left on device)" in said
+    assert "NUMBA_CACHE_DIR" in said
+    assert not folder.files()
+    assert [folder.call(3), folder.call(3)] == [(30, False), (30, True)]
+
+
+def test_kernels_work_where_no_folder_takes_them(folder, monkeypatch, caplog):
+    """As in a container whose only folder to write to is another one."""
+    monkeypatch.setattr(jit_module, "_told", set())
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheImpl, "_locator_classes", [])
+        assert [folder.call(3), folder.call(3)] == [(30, False), (30, False)]
+        assert folder.call(2, "powers_and_one") == (1025, False)
+    (said,) = caplog.messages
+    assert "each process compiles them anew" in said
+    assert not folder.files()
+
+
+def test_a_locator_that_is_not_there_is_still_an_error(folder, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "Nowhere")
+    with pytest.raises(RuntimeError, match="Nowhere"):
+        folder.call(3)
