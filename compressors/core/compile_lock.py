@@ -41,9 +41,9 @@ def compile_lock(what: str = "kernels", patience: float = PATIENCE_S) -> Iterato
     who runs this. Processes and threads count alike. Waits ``patience`` seconds at most, and
     ``SILENCE_S`` for one that shows no sign of life, as it was stopped.
     """
-    path = Path(tempfile.gettempdir()) / f"ringlet-{what}-{os.getuid()}.lock"
-    descriptor = -1
+    path, descriptor = Path(), -1
     with suppress(OSError):  # where there is no place for a lock, everybody is first
+        path = Path(tempfile.gettempdir()) / f"ringlet-{what}-{os.getuid()}.lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         found = os.fstat(descriptor)
         if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):

@@ -92,8 +92,13 @@ def test_nobody_waits_for_a_lock_of_somebody_elses(monkeypatch, tmp_path):
             assert was_first
 
 
-def test_without_a_place_for_a_lock_everybody_is_first(monkeypatch):
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: "/nowhere/at/all")
+def no_folder():
+    raise FileNotFoundError("no usable temporary directory")
+
+
+@pytest.mark.parametrize("place", [lambda: "/nowhere/at/all", no_folder])
+def test_without_a_place_for_a_lock_everybody_is_first(monkeypatch, place):
+    monkeypatch.setattr(module.tempfile, "gettempdir", place)
     with compile_lock() as outer, compile_lock() as inner:
         assert outer
         assert inner
