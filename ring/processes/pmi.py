@@ -7,13 +7,19 @@ questions: they come through each rank's wrapper, over its authenticated link. T
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from ringlet.ring.errors import ProtocolError
 
 LONGEST = 1 << 14  # bytes of a line
 _KEYS, _VALUES = 64, 1024  # characters that a key and a value may have
+
+_MEMORY = Path("/dev/shm")
+_FNV_START, _FNV_PRIME = 0x811C9DC5, 0x01000193  # of the hash FNV-1a
 
 Reply = tuple[int, bytes]  # a rank, and the line for it
 
@@ -21,6 +27,27 @@ Reply = tuple[int, bytes]  # a rank, and the line for it
 def aborts(line: bytes) -> bool:
     """Return whether with ``line`` a rank that has called MPI_Abort asks to be ended."""
     return b"cmd=abort" in line.split()
+
+
+def named_by(reply: bytes) -> str:
+    """Return which name ``reply`` tells a rank for the space of its job's values; "" for none."""
+    words = dict(word.partition("=")[::2] for word in reply.decode(errors="replace").split())
+    return words.get("kvsname", "") if words.get("cmd") == "my_kvsname" else ""
+
+
+def remove_segments(name: str) -> None:
+    """Remove the shared memory that MPICH has named after a job's space, called ``name``.
+
+    Once all ranks have it, they take its name away themselves
+    (``ringlet.ring.transports.mpi_segments``). Where one of them ends before, it would stay.
+    """
+    digest = _FNV_START
+    for byte in name.encode(errors="surrogateescape"):
+        digest = (digest ^ byte) * _FNV_PRIME & 0xFFFFFFFF
+    for path in _MEMORY.glob(f"mpich_shm_{digest:08x}_*"):
+        with contextlib.suppress(OSError):  # another rank's wrapper was faster
+            if path.lstat().st_uid == os.getuid():
+                path.unlink()
 
 
 class Pmi:

@@ -26,7 +26,7 @@ from ringlet.ring.addresses import split_port
 from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.hosts.interfaces import network
 from ringlet.ring.processes import processes
-from ringlet.ring.processes.pmi import LONGEST, aborts
+from ringlet.ring.processes.pmi import LONGEST, aborts, named_by, remove_segments
 from ringlet.ring.processes.torchrun import meeting_place
 from ringlet.ring.wire.entry import enter, expect
 from ringlet.ring.wire.keys import STORE_KEY
@@ -67,6 +67,7 @@ class Wrapper:
         self.streams: dict[int, Kind] = {}
         self.pmi: socket.socket | None = None  # what MPI asks comes here
         self._line = b""  # that has not ended
+        self._mpi_name = ""  # after which MPI names shared memory
         self.group = 0
         self.alone = True  # no child, not even an adopted one
         self.code: int | None = None
@@ -198,6 +199,7 @@ class Wrapper:
                     self.streams.clear()  # nobody is left who could write
                 if not self.streams:
                     self.done = True
+                    self._clear_up()
                     self.channel.send(Kind.DONE)
 
     def _hear(self) -> bool:
@@ -208,6 +210,7 @@ class Wrapper:
             elif kind is Kind.BEGIN and self.code is None:
                 self.start(json.loads(body))
             elif kind is Kind.PMI and self.pmi is not None:
+                self._mpi_name = named_by(body) or self._mpi_name
                 with contextlib.suppress(OSError):  # it has ended: nobody waits for the answer
                     self.pmi.send(body)
             elif kind is Kind.ALIVE:
@@ -285,8 +288,12 @@ class Wrapper:
         while not self.alone and processes.reap() is not None and time.monotonic() < limit:
             processes.kill_children()
             time.sleep(0.005)
-
+        self._clear_up()
         self._say_launcher_lost()
+
+    def _clear_up(self) -> None:
+        if self._mpi_name:
+            remove_segments(self._mpi_name)
 
     def _say_launcher_lost(self) -> None:
         """Say where the launcher spoke why all ends, unless another wrapper has."""

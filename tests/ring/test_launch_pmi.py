@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launched_jobs import Launcher, Running, until
 
 from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.launch import launch, start
-from ringlet.ring.processes.pmi import Pmi
+from ringlet.ring.processes import pmi
+from ringlet.ring.processes.pmi import Pmi, named_by, remove_segments
 
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and start.mpiexec() is not None
 DEADLINE = 120.0
@@ -117,6 +121,58 @@ print(found == [os.environ["PMI_FD"]])
 def test_a_rank_inherits_the_one_socket_that_mpi_needs(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch([sys.executable, "-c", INHERITED], 2, "mpi", prefix=False) == 0
     assert capfd.readouterr().out == "True\nTrue\n"
+
+
+IN_INIT = """
+import os, time
+if os.environ["PMI_RANK"] == "0":
+    from mpi4py import MPI
+while True:
+    time.sleep(1)
+"""
+
+
+def segments(running: Running) -> set[str]:
+    """Return the files of shared memory that MPI's ranks have."""
+    found: set[str] = set()
+    for pid in running.pids("mpi4py"):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/maps").read_text().split()
+            found.update(word for word in words if word.startswith("/dev/shm/mpich_shm_"))
+    return found
+
+
+@pytest.mark.mpi
+@needs_mpi
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])  # the latter for the launcher
+def test_a_job_that_ends_within_mpi_init_leaves_no_shared_memory(
+    ringlet: Launcher, end: signal.Signals
+) -> None:
+    """Ranks take its name away behind MPI_Init. A container has 64 MB."""
+    running = ringlet(IN_INIT, 2, "mpi", command=[sys.executable, "-c"])
+    files = until(lambda: segments(running))
+    assert all(map(os.path.exists, files))
+    running.process.send_signal(end)
+    running.end()
+    assert not any(map(os.path.exists, files))
+
+
+def test_only_memory_of_this_user_and_job_is_taken_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pmi, "_MEMORY", tmp_path)
+    mine, others = tmp_path / "mpich_shm_41746fa8_0", tmp_path / "mpich_shm_41746fa9_0"
+    for path in (mine, others):
+        path.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: mine.stat().st_uid + 1)
+        remove_segments("ringlet_a")
+    assert mine.exists()
+    remove_segments("ringlet_a")
+    remove_segments("ringlet_a")
+    assert [*tmp_path.iterdir()] == [others]
+    assert named_by(b"cmd=my_kvsname kvsname=ringlet_a\n") == "ringlet_a"
+    assert named_by(b"cmd=get_result rc=0 kvsname=other value=\xff\n") == ""
 
 
 @pytest.mark.mpi
