@@ -31,6 +31,7 @@ from ringlet.ring.rank_order import (
 )
 from ringlet.ring.transports.mpi_ring import LEAST, ring_allreduce
 from ringlet.ring.transports.mpi_segments import take_names_away
+from ringlet.ring.transports.mpi_signals import signals_kept
 
 _SHORT = ("int8", "uint8", "int16", "uint16")
 REMEDY = "Install one: pip install 'ringlet[mpi]'"
@@ -181,13 +182,15 @@ def _import_mpi() -> Any:
         import mpi4py
 
         mpi4py.rc.thread_level = "multiple"
-        from mpi4py import MPI
+        with signals_kept():
+            from mpi4py import MPI
     except ImportError as error:
         raise unavailable("mpi", str(error), REMEDY) from error
     except RuntimeError as error:  # mpi4py is there, but finds no MPI library
         raise unavailable("mpi", str(error), REMEDY) from error
     if not MPI.Is_initialized():  # the program has told mpi4py not to
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        with signals_kept():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
         atexit.register(_finalize, MPI)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         remedy = "Import ringlet before MPI is initialised, so that it can ask for more."

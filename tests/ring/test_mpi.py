@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import uuid
@@ -91,6 +92,28 @@ def test_ranks_that_are_killed_leave_no_shared_memory_and_others_end_well(tmp_pa
         assert said == ["[] 2.0"] * 2, result.stderr
         assert (result.returncode == 0) == (end == "closed")
         assert end == "killed" or not result.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
+def test_signals_do_what_they_did_before(name):
+    """A library of MPICH's took them, and a job outlived its terminal."""
+    code = (
+        "import os, signal, sys\n"
+        "from ringlet.ring.transports.mpi import MpiCommunicator\n"
+        f"number = signal.{name}\n"
+        "signal.signal(number, getattr(signal, sys.argv[1]))\n"
+        "MpiCommunicator()\n"
+        "os.kill(os.getpid(), number)\n"
+        "print('still there')\n"
+    )
+    for before, code_then, said in (
+        ("SIG_DFL", -getattr(signal, name), ""),
+        ("SIG_IGN", 0, "still there\n"),
+    ):
+        command = [sys.executable, "-c", code, before]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (code_then, said), done.stderr
 
 
 def test_only_names_of_mapped_segments_are_taken_away(monkeypatch, tmp_path):
