@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from traceback import walk_tb
 from typing import Self
 
 from ringlet.compressors import Compressor, CompressorError
@@ -60,6 +63,17 @@ class CompressionFailed(RingError):
         reason = str(error) if own else in_words(error) + more_of(error)
         called = _CALLED.get(function.__name__, function.__name__)
         return cls(f"compressor {str(compressor)!r} failed in {called} of {what}: {reason}")
+
+
+def raised_by_a_signal(error: BaseException) -> bool:
+    """Whether a signal's handler raised ``error``, such as Ctrl-C's, in whatever ran just then."""
+    if threading.current_thread() is not threading.main_thread():
+        return False  # handlers run on that one
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {code for handler in handlers if (code := getattr(handler, "__code__", None))}
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
 def tensors_in_words(names: Iterable[str], shape: Sequence[int]) -> str:

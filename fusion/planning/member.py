@@ -22,7 +22,7 @@ from ringlet.compressors.core.context import SECOND_STAGE, State
 from ringlet.compressors.states import reclaim
 from ringlet.fusion.devices.convert import from_float32, to_float32
 from ringlet.fusion.devices.host import Place
-from ringlet.fusion.errors import CompressionFailed, tensors_in_words
+from ringlet.fusion.errors import CompressionFailed, raised_by_a_signal, tensors_in_words
 from ringlet.fusion.limits import UNKNOWN, Link
 from ringlet.fusion.planning.strategy import Strategy, check_op, choose, effective
 from ringlet.fusion.requests.request import Request
@@ -269,11 +269,13 @@ class Member:
     def call(self, function: Callable[..., Result], *args: object) -> Result:
         """Call into the compressor; what it raises is told with the tensor's name.
 
-        Raises CompressionFailed.
+        Raises CompressionFailed; what a signal's handler raised meanwhile, as that is.
         """
         try:
             return function(*args)
         except BaseException as error:  # such as SystemExit, or a panic of Rust's
+            if raised_by_a_signal(error):
+                raise
             raise CompressionFailed.of(self.compressor, function, self.described, error) from error
 
     def layout(self, n: int) -> tuple[Part, ...]:

@@ -1,5 +1,6 @@
 """Plugins that raise anything, anywhere, or give something wrong: named on all ranks, survived."""
 
+import signal
 import sys
 import threading
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from ringlet.fusion.extensions import ENGINE_THREAD
 from ringlet.fusion.recording.events import Quiet
 from ringlet.ring import Mismatch, RingError
 from ringlet.ring.control.opening import open_control
-from ringlet.ring.transports.local import run_local
+from ringlet.ring.transports.local import LocalWorld, run_local
 
 SIZE = 3
 WAIT = 60.0
@@ -402,6 +403,41 @@ def test_a_compressor_that_cannot_warm_up_is_told_by_the_step_that_needs_it(faul
         return True
 
     assert all(with_engines(body))
+
+
+class Handler:
+    def leave(self, number, frame):
+        sys.exit(7)
+
+
+@pytest.mark.parametrize(
+    ("handler", "raised"),
+    [
+        (signal.default_int_handler, KeyboardInterrupt),
+        (lambda number, frame: sys.exit(7), SystemExit),
+        (Handler().leave, SystemExit),
+    ],
+)
+def test_a_signal_while_kernels_are_compiled_is_no_fault_of_the_compressor(
+    monkeypatch, handler, raised
+):
+    """Training went on after Ctrl-C, and after a batch system's last warning."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+    @register("compiling")
+    class Compiling(Modifier):
+        def warm_up(self, ctx):
+            signal.raise_signal(signal.SIGUSR1)
+
+    (comm,) = LocalWorld(1).communicators
+    engine = Engine(comm, open_control, Limits())
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(raised):
+            stepper(engine, ["int8 | compiling"], declared=True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        engine.shutdown()
 
 
 def test_a_layout_that_raises_ends_the_declaration_on_all_ranks(monkeypatch):
