@@ -185,6 +185,29 @@ def case_all_shards_of_what_remembers_nothing():
     assert with_feedback.residual_norm() == 0
 
 
+def case_shards_of_different_steps_are_refused_before_anything_is_loaded():
+    """As a job leaves them that is killed while it saves: with those, replicas part."""
+    own = model()
+    optimizer = wrapped(own)
+    train(own, optimizer, 3)
+    older = hvd.allgather_object(optimizer.state_dict())
+    train(own, optimizer, 2, start=3)
+    shards = hvd.allgather_object(optimizer.state_dict())
+    before = stored(optimizer.state_dict())
+    mixed = [shards[0], *older[1:]]
+    for more in (0, 1):  # ranks that there were once
+        size = hvd.size() + more
+        kept = [copy.deepcopy(state) for state in [*mixed, *older[1 : 1 + more]]]
+        for rank, state in enumerate(kept):
+            state["ringlet"] |= {"rank": rank, "size": size}
+        others = ", ".join(map(str, range(1, size)))
+        told = f"at one step, and got step 3: rank {others}; step 5: rank 0, as where a job ended"
+        with pytest.raises(ValueError, match=told):
+            optimizer.load_sharded(kept)
+    after = stored(optimizer.state_dict())
+    assert torch.equal(*(state["state"][0]["exp_avg"] for state in (before, after)))
+
+
 def case_a_checkpoint_of_another_rank_goes_on_with_rows_that_fit():
     for ranks in ((8, 2), (2, 5)):
         before, after = (f"powersgd(rank={rank})" for rank in ranks)

@@ -23,6 +23,7 @@ from ringlet.shared.residual_store import (
     Tensor,
     fit_all,
     is_own,
+    listed,
     mapped,
     norm,
     put,
@@ -37,6 +38,7 @@ __all__ = [
     "ADVICE",
     "STATE_KEY",
     "Tensor",
+    "check_steps",
     "checksums",
     "every_rank",
     "factors",
@@ -141,12 +143,13 @@ def reshard(
     Where the number of ranks has changed, every rank holds the mean of what is in units of the
     gradient, so that averages go on as before, with what was held back of shards and their sums;
     what else compressors remembered is forgotten. Warns of what does not fit ``tensors``. Raises
-    ValueError unless every rank's part is there once.
+    ValueError unless every rank's part is there once, and all are of one step.
     """
     sizes = {int(shard["size"]) for shard in shards}
     ranks = sorted(int(shard["rank"]) for shard in shards)
     if len(sizes) != 1 or ranks != list(range(sizes.pop() if sizes else 0)):
         raise ValueError(f"load_sharded needs the state of every rank once; got ranks {ranks}")
+    check_steps(shards)
     in_order = sorted(shards, key=lambda shard: int(shard["rank"]))
     if len(shards) == size:
         return restore(states, in_order[rank], rank, size, tensors, average, among, predivide)
@@ -224,13 +227,35 @@ def every_rank(state_dicts: Any) -> Sequence[Mapping[str, Any]]:
     return state_dicts  # type: ignore[no-any-return]
 
 
+def check_steps(shards: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError where ranks have saved at different steps, with which replicas would part.
+
+    A job that is killed while it saves leaves files of the last checkpoint beside some of this one.
+    """
+    ranks: dict[int, list[str]] = {}
+    for shard in sorted(shards, key=lambda shard: int(shard["rank"])):
+        if shard["states"]:  # else the rank has had no part in these steps
+            ranks.setdefault(int(shard["step"]), []).append(str(shard["rank"]))
+    if len(ranks) > 1:
+        found = "; ".join(f"step {step}: rank {listed(ranks[step])}" for step in sorted(ranks))
+        raise ValueError(
+            f"load_sharded needs what all ranks saved at one step, and got {found}, as where a job "
+            "ended while it saved. Load another checkpoint, or the model and the optimizer of one "
+            "rank on all, without what compression held back"
+        )
+
+
 def shards_of(
     state_dicts: Sequence[Mapping[str, Any]], rank: int
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
-    """Return the state for ``rank`` without residuals, and all residuals, of what a job saved."""
+    """Return the state for ``rank`` without residuals, and all residuals, of what a job saved.
+
+    Raises ValueError where ranks have saved at different steps.
+    """
     state_dicts = every_rank(state_dicts)
     own = state_dicts[min(rank, len(state_dicts) - 1)]
     shards = [state[STATE_KEY] for state in state_dicts if STATE_KEY in state]
+    check_steps(shards)  # before anything is loaded
     return {key: value for key, value in own.items() if key != STATE_KEY}, shards
 
 
