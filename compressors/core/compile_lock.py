@@ -30,7 +30,8 @@ def kernels_of(spec: str) -> str:
     Who compiles those of another one, or into another folder, is not waited for.
     """
     folder = os.environ.get("NUMBA_CACHE_DIR", "")
-    return f"kernels-{zlib.crc32(f'{folder} {spec}'.encode()) % _LOCKS}"
+    text = f"{folder} {spec}".encode(errors="surrogateescape")  # a folder's name may be no UTF-8
+    return f"kernels-{zlib.crc32(text) % _LOCKS}"
 
 
 @contextmanager

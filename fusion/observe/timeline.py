@@ -134,7 +134,7 @@ class Timeline(Quiet):
 def _collected(comm: Communicator, path: Path, own: Path) -> list[Path]:
     """Return every rank's file as rank 0 can open it; those it cannot see are sent to it."""
     token = path.with_name(f"{path.name}.{secrets.token_hex(8)}.here")
-    token = Path(comm.broadcast_bytes(str(token).encode()).decode())
+    token = Path(os.fsdecode(comm.broadcast_bytes(os.fsencode(token))))  # maybe no UTF-8
     if comm.rank == 0:
         _quietly(token.touch)
     comm.barrier()

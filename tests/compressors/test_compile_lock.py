@@ -81,6 +81,12 @@ def test_who_compiles_other_kernels_or_elsewhere_is_not_waited_for(monkeypatch, 
     assert len([*tmp_path.iterdir()]) == module._LOCKS
 
 
+def test_a_folder_of_kernels_may_have_a_name_that_is_no_utf_8(monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", os.fsdecode(b"k\xff"))
+    with compile_lock(kernels_of("int8 | ef")) as was_first:
+        assert was_first
+
+
 def test_nobody_waits_for_a_lock_of_somebody_elses(monkeypatch, tmp_path):
     with compile_lock() as was_first:  # which makes the file
         assert was_first

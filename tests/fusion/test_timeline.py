@@ -140,6 +140,24 @@ def test_any_rank_starts_and_stops_and_may_do_so_again(tmp_path):
         assert not any("quiet" in e["name"] for e in events)
 
 
+def test_a_folder_and_a_file_may_have_names_that_are_no_utf_8(tmp_path):
+    folder = tmp_path / os.fsdecode(b"f\xfc")
+    folder.mkdir()
+    path = folder / os.fsdecode(b"t\xff.json")
+
+    def body(engine):
+        if engine.rank == 0:
+            engine.timelines.start(path)
+        train(engine, 2, name="g")
+        if engine.rank == 0:
+            engine.timelines.stop()
+        train(engine, 1, name="later")
+
+    with_engines(2, body)
+    assert [*folder.iterdir()] == [path]
+    assert events_of(path)[1]["ranks"] == 2
+
+
 def test_rank_0_decides_where_when_ranks_name_files_of_their_own(tmp_path):
     def body(engine):
         for i in range(8):  # each rank goes on as fast as it can, so that either is first
