@@ -45,9 +45,9 @@ def main(options: argparse.Namespace) -> int:
         output = options.output or paths[-1].with_name(f"{stem}.html")
         if len(runs) == 1:
             kind, sentence = verdict(runs[0])
-            text = single_run.render(runs[0], paths[0].name)
+            text = single_run.render(runs[0], _shown(paths[0]))
         else:
-            named = list(zip([path.name for path in paths], runs, strict=True))
+            named = list(zip(map(_shown, paths), runs, strict=True))
             kind, sentence = comparison.verdict(named), " ".join(comparison.sentences(named))
             text = comparison.render(named)
     except FileNotFoundError as error:
@@ -69,6 +69,11 @@ def main(options: argparse.Namespace) -> int:
     print(sentence)
     print(output)
     return 0
+
+
+def _shown(path: Path) -> str:
+    """Return a file's name as text, which it need not be."""
+    return os.fsencode(path.name).decode(errors="replace")
 
 
 def _unwritten(output: Path, text: str) -> str | None:

@@ -504,6 +504,16 @@ def test_a_report_that_cannot_be_written_is_told_apart_from_a_run_that_is_not_th
         assert capsys.readouterr().err == f"ringlet report: {said}\n"
 
 
+def test_a_record_may_have_a_name_that_is_no_utf_8(tmp_path):
+    path = tmp_path / os.fsdecode(b"r\xfcn\xff.jsonl")
+    recorded(path, [0.1] * 3)
+    for paths in ([path], [path, path]):
+        output = tmp_path / "page.html"
+        assert main(["report", *map(str, paths), "-o", str(output)]) == 0
+        assert "r\N{REPLACEMENT CHARACTER}n" in output.read_text(encoding="utf-8")
+        output.unlink()
+
+
 def test_no_report_takes_the_place_of_a_record(tmp_path, capsys):
     path, other = tmp_path / "run.jsonl", tmp_path / "run.html"  # which is the report's usual place
     for each in (path, other):
