@@ -546,6 +546,19 @@ def case_hsdp_refuses_tensor_parallelism():
         hvd.compress_hsdp(own, "topk | ef", mesh["replicate"].get_group())
 
 
+def case_hsdp_refuses_ranks_that_hold_other_shards():
+    """Gradients of different parameters would be averaged, without a word."""
+    started()
+    own, two = sharded(), two_levels()
+    halves = sharded(two["shard"])
+    for each, group in ((own, None), (own, dist.group.WORLD), (halves, two["shard"].get_group())):
+        if dist.get_world_size(group) == 1:
+            continue
+        with pytest.raises(ValueError, match=r"shard 0 of.*shard 1 of.*mesh\['replicate'\]"):
+            hvd.compress_hsdp(each, "int8", group)
+    hvd.compress_hsdp(halves, "int8", two["replicate"].get_group())
+
+
 def case_fsdp2_another_spec_on_one_rank():
     """Payloads of both have the same length, and one can be taken for the other."""
     started()

@@ -60,3 +60,10 @@ def levels(module: Any) -> tuple[int, int]:
     meshes = [group.mesh_info for group in param_groups(module)]
     shards = max((getattr(mesh, "shard_mesh_size", 1) for mesh in meshes), default=1)
     return shards, max((getattr(mesh, "replicate_mesh_size", 1) for mesh in meshes), default=1)
+
+
+def held(module: Any) -> Iterator[tuple[int, int]]:
+    """Yield which shard this rank holds of each group of an FSDP module, and of how many."""
+    for group in param_groups(module):
+        mesh = group.mesh_info
+        yield getattr(mesh, "shard_mesh_rank", 0), getattr(mesh, "shard_mesh_size", 1)

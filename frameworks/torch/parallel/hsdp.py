@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from ringlet.shared.compression import as_compressor
 from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
-from ringlet.torch.parallel.fsdp_params import Reduced, levels, reduced
+from ringlet.torch.parallel.fsdp_params import Reduced, held, levels, reduced
 from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
@@ -215,7 +215,8 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     carry them, for a job with as many ranks.
 
     Raises InvalidArgument where there is no FSDP2 module, or one that is replicated already or
-    tensor parallel. What fails on one rank in ``backward`` is raised on all of them when it ends.
+    tensor parallel, and on all ranks of ``replicas`` where these hold different shards. What fails
+    on one rank in ``backward`` is raised on all of them when it ends.
     """
     compressor = as_compressor(compression)
     modules = sharded_modules(module, "set_all_reduce_hook", "compress_hsdp")
@@ -233,6 +234,7 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
                 "hvd.compress_fsdp, which compresses each parameter by itself"
             )
     comm = connect_group(replicas)
+    _refuse_other_shards([each for _, each in modules], comm)
     engine = Engine(comm, open_control, limits_from(os.environ), agreed_places(comm))
     leave = Departure(engine, comm)
     # On a thread of its own: leaving takes locks that the finaliser's thread may hold.
@@ -245,3 +247,20 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
         made.append(ReplicaAverage(engine, compressor, name or "root", each, ways))
         each.set_all_reduce_hook(made[-1])
     return HsdpState(made, engine)
+
+
+def _refuse_other_shards(modules: Iterable[Any], comm: Communicator) -> None:
+    """Raise InvalidArgument, on all ranks of ``comm``, unless they hold the same shards.
+
+    Collective. Gradients of different parameters would be averaged, without a word.
+    """
+    own = dict.fromkeys(f"shard {rank} of {size}" for each in modules for rank, size in held(each))
+    told = [each.decode() for each in comm.allgather_bytes(", ".join(own).encode())]
+    if len(set(told)) > 1:
+        comm.close()
+        shown = "; ".join(f"rank {rank}: {t}" for rank, t in zip(comm.origin, told, strict=True))
+        raise InvalidArgument(
+            f"compress_hsdp: the ranks of replicas hold different parts of the model ({shown}); "
+            "pass the process group of those that hold the same shard, such as "
+            "mesh['replicate'].get_group()"
+        )
