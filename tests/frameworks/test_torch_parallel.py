@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import re
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -698,6 +702,33 @@ def case_fsdp2_uncompressed_on_one_rank():
     assert "rank 0: int8" in str(told.value)
     assert f"rank {hvd.size() - 1}: none" in str(told.value)
     assert len(set(hvd.allgather_object(str(told.value)))) == 1
+
+
+def case_who_waits_for_ranks_that_nobody_has_told_to_compress_says_so():
+    """The last rank comes once the others have told of it; in truth it would never come."""
+    started()
+    own, last = model(), hvd.rank() == hvd.size() - 1
+    fully_shard(own)
+    hvd.compress_fsdp(own, "int8")
+    loss = own(batches(1)[0]).square().mean()
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None))
+    told = folder / str(0 if last else hvd.rank())
+
+    class Telling(logging.Handler):
+        def emit(self, record):
+            told.with_suffix(".part").write_text(record.getMessage())
+            told.with_suffix(".part").rename(told)
+
+    handler = Telling()
+    logging.getLogger("ringlet").addHandler(handler)
+    with mock.patch.dict(os.environ, {"RINGLET_STALL_CHECK_TIME_SECONDS": "0.2"}):
+        deadline = time.monotonic() + 60
+        while last and not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        loss.backward()
+    logging.getLogger("ringlet").removeHandler(handler)
+    where = f"in the first backward() after hvd.compress_fsdp() for the other {hvd.size() - 1} rank"
+    assert where in told.read_text()
 
 
 def case_fsdp2_none_takes_the_place_of_a_compressor():

@@ -19,6 +19,7 @@ from ringlet.job.session import agreed_places
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, BackwardOutcome, Stage
+from ringlet.torch.parallel.group_runtimes import watched
 
 
 def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tuple[str, Any]]:
@@ -87,8 +88,9 @@ class Ways:
         """
         way = self._made.get(group)
         if way is None:
-            way = Way(group)
-            told = [each.decode() for each in way.comm.allgather_bytes(self._spec.encode())]
+            with watched(group, f"in the first backward() after hvd.{self._caller}()"):
+                way = Way(group)
+                told = [each.decode() for each in way.comm.allgather_bytes(self._spec.encode())]
             if len(set(told)) > 1:
                 ranks = dist.get_process_group_ranks(group)
                 shown = "; ".join(f"rank {r}: {t}" for r, t in zip(ranks, told, strict=True))

@@ -42,7 +42,7 @@ def runtime_of(group: Any = None) -> Runtime:
     mine = None if known is None else (known.identity, known.size)
     told: list[Any] = [None] * max(dist.get_world_size(group), 1)
     if len(told) > 1:
-        with _watched(group):
+        with watched(group, "in hvd.ddp_hook()"):
             dist.all_gather_object(told, mine, group)
     else:
         told = [mine]
@@ -86,14 +86,13 @@ def _ranks(group: Any) -> list[int]:
 
 
 @contextmanager
-def _watched(group: Any) -> Iterator[None]:
+def watched(group: Any, where: str) -> Iterator[None]:
     """Warn when ranks of ``group`` have not come for long: torch's own time-out is half an hour."""
     seconds = limits_from(os.environ).stall_warning
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
     text = (
-        f"rank {rank} has waited {seconds:g} s in hvd.ddp_hook() for the other {size - 1} rank(s) "
-        "of its process group: all of them have to call it. One that does not call it waits for "
-        "these in its first backward()"
+        f"rank {dist.get_rank()} has waited {seconds:g} s {where} for the other "
+        f"{dist.get_world_size(group) - 1} rank(s) of its process group: all of them have to call "
+        "it. One that does not call it waits for these in its first backward()"
     )
     timer = threading.Timer(seconds, log.warning, (text,))
     timer.daemon = True

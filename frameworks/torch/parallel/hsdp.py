@@ -39,6 +39,7 @@ from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
 from ringlet.torch.parallel.fsdp_params import Reduced, held, levels, reduced
 from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules
+from ringlet.torch.parallel.group_runtimes import watched
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
 
@@ -233,8 +234,9 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
                 "of its weights would compress otherwise what they have in common; use "
                 "hvd.compress_fsdp, which compresses each parameter by itself"
             )
-    comm = connect_group(replicas)
-    _refuse_other_shards([each for _, each in modules], comm)
+    with watched(replicas, "in hvd.compress_hsdp()"):
+        comm = connect_group(replicas)
+        _refuse_other_shards([each for _, each in modules], comm)
     engine = Engine(comm, open_control, limits_from(os.environ), agreed_places(comm))
     leave = Departure(engine, comm)
     # On a thread of its own: leaving takes locks that the finaliser's thread may hold.
