@@ -780,6 +780,39 @@ def case_fsdp2_tells_ranks_that_use_different_parameters_of_one_size():
     own(x, 1).square().mean().backward()
 
 
+def with_feedback(own, parts, replicas=None):
+    """Return ``own``, sharded, and what compresses its gradients: between two replicas or all."""
+    mesh = None if replicas is None else replicas["shard"]
+    for part in (*parts, own):
+        fully_shard(part, mesh=mesh)
+    if replicas is None:
+        return own, hvd.compress_fsdp(own, "int4 | ef")
+    return own, hvd.compress_hsdp(own, "int4 | ef", replicas["replicate"].get_group())
+
+
+def case_what_was_saved_of_another_model_or_of_other_shards_is_told_and_forgotten():
+    started()
+    x = batches(1)[0]
+    for replicas in (None, two_levels()):
+        own, made = with_feedback(model(), [], replicas)
+        own(x).square().mean().backward()
+        kept = made.state_dict()
+        own = model()
+        own, other = with_feedback(own, [own[0]], replicas)
+        torch.manual_seed(0)
+        narrow = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 64))
+        for each, into in ((own, other), with_feedback(narrow, [], replicas)):
+            with pytest.warns(UserWarning, match="is not in this job"):
+                into.load_state_dict(kept)
+            assert len(into.state_dict()["states"]) < len(kept["states"])
+            each(x).square().mean().backward()
+        again, made = with_feedback(model(), [], replicas)
+        short = {n: s | {"residual": s["residual"][:9]} for n, s in kept["states"].items()}
+        with pytest.warns(UserWarning, match="'residual', .*, is forgotten"):
+            made.load_state_dict(kept | {"states": short})
+        again(x).square().mean().backward()
+
+
 def case_hsdp_refuses_what_one_rank_alone_has_loaded():
     started()
     mesh = two_levels()

@@ -52,16 +52,18 @@ class FsdpState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts anew, if it is another rank's.
 
-        So it does when the number of ranks has changed: shards are others then.
+        So it does when the number of ranks has changed: shards are others then. Warns, too, of what
+        does not fit how this model is sharded, which is forgotten.
         """
+        # A piece's elements are part of its name, so that another piece is not taken for it.
+        numels: dict[str, int | None] = {}
         for each in self._made:
             each.step, each.loaded = int(state["step"]), True
-            for key in state["states"]:
-                name, _, inner = key.rpartition("/")
-                if name == each.name:
-                    each.states.setdefault(inner, {})
-        # A piece's elements are part of its name, so that another piece is not taken for it.
-        tensors = {name: (compressor, None) for name, compressor in self._compressors().items()}
+            named = [key.rpartition("/") for key in state["states"]]
+            for key, n in each.expects(k for name, _, k in named if name == each.name).items():
+                each.states.setdefault(key, {})
+                numels[f"{each.name}/{key}"] = n
+        tensors = {name: (c, numels.get(name)) for name, c in self._compressors().items()}
         where = dist.get_rank(), dist.get_world_size()
         checkpoint.restore(self._states(), state, *where, tensors, advice=_ADVICE)
 

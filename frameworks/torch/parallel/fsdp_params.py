@@ -32,18 +32,36 @@ def reduced(module: Any, n: int, frame: FrameType) -> Reduced | None:
     present = frame.f_locals.get("fsdp_params")
     ids = {id(param) for param in present} if isinstance(present, list) else set()
     for number, group in enumerate(param_groups(module)):
-        every, found, start = [], [], 0
-        for param in group.fsdp_params:
-            shape = param.padded_sharded_param_size
-            every.append(((start, start + shape.numel()), tuple(shape)))
-            start += shape.numel()
-            if id(param) in ids:
-                found.append(every[-1])
+        every = list(_placed(group))
+        found = [each for each in every if id(each[0]) in ids]
         for chosen in (found, [] if ids else every):
-            if chosen and sum(stop - start for (start, stop), _ in chosen) == n:
-                spans, shapes = zip(*chosen, strict=True)
+            if chosen and sum(stop - start for _, (start, stop), _ in chosen) == n:
+                _, spans, shapes = zip(*chosen, strict=True)
                 return Reduced(number, spans, shapes)
     return None
+
+
+def lengths(module: Any) -> dict[str, int]:
+    """Return how many elements a rank's shard of each parameter has, by ``span_key``."""
+    return {
+        span_key(number, *span): span[1] - span[0]
+        for number, group in enumerate(param_groups(module))
+        for _, span, _ in _placed(group)
+    }
+
+
+def span_key(group: int, start: int, stop: int) -> str:
+    """Return what names a parameter's shard in its module, whichever others are left out."""
+    return f"{group}.{start}:{stop}"
+
+
+def _placed(group: Any) -> Iterator[tuple[Any, tuple[int, int], tuple[int, ...]]]:
+    """Yield each parameter of a group, where its padded shard is among those of all, its shape."""
+    start = 0
+    for param in group.fsdp_params:
+        shape = param.padded_sharded_param_size
+        yield param, (start, start + shape.numel()), tuple(shape)
+        start += shape.numel()
 
 
 def param_groups(module: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,13 @@ from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, told
-from ringlet.torch.parallel.fsdp_params import Reduced, param_groups, reduced
+from ringlet.torch.parallel.fsdp_params import (
+    Reduced,
+    lengths,
+    param_groups,
+    reduced,
+    span_key,
+)
 from ringlet.torch.parallel.fsdp_transport import Way, Ways
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 
@@ -193,6 +199,17 @@ class CompressedReduceScatter(ReduceScatter):
         self.ways.outcome.count(comm, self.name, self.step, params)
         self.step += 1
 
+    def expects(self, keys: Iterable[str]) -> dict[str, int | None]:
+        """Return those of a checkpoint's ``keys`` under which something can be remembered here.
+
+        With each is of how many elements, where that is known.
+        """
+        known: dict[str, int | None] = {
+            key.removeprefix("0."): n for key, n in lengths(self._module).items()
+        }
+        inner = {key: key.partition(".")[2] for key in keys}  # behind the destination
+        return {k: known.get(i) for k, i in inner.items() if i in known or i.startswith("?")}
+
     def plan(self) -> BackwardFailure | None:
         """Take what a schedule has for the step at hand; return what it raised, if it did."""
         self.now = None
@@ -315,8 +332,7 @@ class CompressedReduceScatter(ReduceScatter):
                 continue
             parts = used[i].layout(stop - start)
             layout = [(p.name, storage(p.dtype), p.elements) for p in parts]
-            key = f"{first}:{end}" if group == 0 else f"{group}.{first}:{end}"
-            key = key if params is not None else f"?{n}"
+            key = span_key(group, first, end).removeprefix("0.") if params is not None else f"?{n}"
             piece = _Piece(start, stop, key, used[i], place, layout)
             yield piece
             start, place = stop, piece.end

@@ -37,7 +37,7 @@ from ringlet.shared.compression import as_compressor
 from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
-from ringlet.torch.parallel.fsdp_params import Reduced, held, levels, reduced
+from ringlet.torch.parallel.fsdp_params import Reduced, held, lengths, levels, reduced, span_key
 from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules
 from ringlet.torch.parallel.group_runtimes import watched
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
@@ -101,13 +101,17 @@ class ReplicaAverage:
         )
         self._ways.outcome.note(failure, failed)
 
+    def lengths(self) -> dict[str, int]:
+        """Return how many elements the shards of the module's parameters have, by their names."""
+        return {f"{self.name}[{key}]": n for key, n in lengths(self._module()).items()}
+
     def _submit(
         self, params: Reduced | None, dtype: str, values: Array, place: str
     ) -> list[Handle]:
         """Hand in the shard of each parameter, or all of ``values`` where these are not known."""
         pieces: list[tuple[str, tuple[int, ...]]] = [("", (values.size,))]
         if params is not None:
-            spans = [f"[{params.group}.{first}:{stop}]" for first, stop in params.spans]
+            spans = [f"[{span_key(params.group, *span)}]" for span in params.spans]
             pieces = list(zip(spans, params.shapes, strict=True))
         spec, items, start = str(self.compressor), [], 0
         for span, shape in pieces:
@@ -151,15 +155,19 @@ class HsdpState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts anew, if it is another rank's.
 
-        So it does when the number of ranks has changed: shards are others then.
+        So it does when the number of ranks has changed: shards are others then. Warns, too, of what
+        does not fit how this model is sharded, which is forgotten.
         """
+        numels: dict[str, int] = {}
         for each in self._made:
-            for name in state["states"]:
-                if name.partition("[")[0] == each.name:
+            known = each.lengths()
+            for name in [each.name, *known]:
+                if name in state["states"]:
                     each.places.setdefault(name, HOST)
                     self._engine.states.setdefault(name, {})
+            numels |= known
         states = self._states()
-        tensors = {name: (c, None) for name, c in self._compressors().items()}
+        tensors = {name: (c, numels.get(name)) for name, c in self._compressors().items()}
         where = dist.get_rank(), dist.get_world_size()
         among = self._engine.comm.size
         checkpoint.restore(states, state, *where, tensors, among=among, advice=_ADVICE)
