@@ -780,6 +780,19 @@ def case_fsdp2_tells_ranks_that_use_different_parameters_of_one_size():
     own(x, 1).square().mean().backward()
 
 
+class Rooted(torch.nn.Module):
+    """A model with a part that is called as its own name in checkpoints is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.root = torch.nn.Linear(64, 128, bias=False)
+        self.last = torch.nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.root(x)))
+
+
 def with_feedback(own, parts, replicas=None):
     """Return ``own``, sharded, and what compresses its gradients: between two replicas or all."""
     mesh = None if replicas is None else replicas["shard"]
@@ -788,6 +801,31 @@ def with_feedback(own, parts, replicas=None):
     if replicas is None:
         return own, hvd.compress_fsdp(own, "int4 | ef")
     return own, hvd.compress_hsdp(own, "int4 | ef", replicas["replicate"].get_group())
+
+
+def case_a_part_that_is_called_root_keeps_its_own_residuals():
+    started()
+
+    def step(own):
+        own.zero_grad()
+        own(batches(1)[0]).square().mean().backward()
+        return [p.grad.full_tensor() for p in own.parameters()]
+
+    def rooted(replicas):
+        own = Rooted()
+        return with_feedback(own, [own.root], replicas)
+
+    for replicas in (None, two_levels()):
+        whole, held = with_feedback(Rooted(), [], replicas)
+        own, made = rooted(replicas)
+        step(whole)
+        step(own)
+        kept = made.state_dict()
+        assert len(kept["states"]) == len(held.state_dict()["states"])
+        again, loaded = rooted(replicas)
+        loaded.load_state_dict(kept)
+        wanted = step(own)
+        assert all(map(torch.equal, step(again), wanted))
 
 
 def case_what_was_saved_of_another_model_or_of_other_shards_is_told_and_forgotten():

@@ -21,7 +21,7 @@ from ringlet.shared.compression import as_compressor
 from ringlet.torch.ops.entry_points import public
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.fsdp_params import levels
-from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules
+from ringlet.torch.parallel.fsdp_transport import Ways, labelled, sharded_modules
 
 if TYPE_CHECKING:
     from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
@@ -117,7 +117,7 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
                 "shard it over the mesh of one replica and call hvd.compress_hsdp"
             )
     made = []
-    for name, each in modules:
-        made.append(CompressedReduceScatter(compressor, name or "root", each, ways))
+    for name, each in labelled(modules):
+        made.append(CompressedReduceScatter(compressor, name, each, ways))
         each.set_custom_reduce_scatter(made[-1])
     return FsdpState(made, ways)

@@ -45,6 +45,13 @@ def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tup
     return modules
 
 
+def labelled(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return FSDP2 modules with names to remember by, which the outermost one needs, too."""
+    pairs = list(modules)
+    whole = "(root)" if any(name == "root" for name, _ in pairs) else "root"
+    return [(name or whole, each) for name, each in pairs]
+
+
 class Way:
     """How gradients travel in one process group: over what, and from which places."""
 

@@ -38,7 +38,7 @@ from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
 from ringlet.torch.parallel.fsdp_params import Reduced, held, lengths, levels, reduced, span_key
-from ringlet.torch.parallel.fsdp_transport import Ways, sharded_modules
+from ringlet.torch.parallel.fsdp_transport import Ways, labelled, sharded_modules
 from ringlet.torch.parallel.group_runtimes import watched
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
@@ -253,8 +253,8 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     atexit.register(leave)
     known = [each for _, each in modules]
     made, ways = [], Ways(str(compressor), module, known, "compress_hsdp")
-    for name, each in modules:
-        made.append(ReplicaAverage(engine, compressor, name or "root", each, ways))
+    for name, each in labelled(modules):
+        made.append(ReplicaAverage(engine, compressor, name, each, ways))
         each.set_all_reduce_hook(made[-1])
     return HsdpState(made, engine)
 
