@@ -584,3 +584,21 @@ def test_onebit_adam_passes_over_what_is_frozen():
         return hvd.replicas_equal(dict(named))
 
     assert ringlet.run(train, np=2, transport="local") == [True] * 2
+
+
+def test_onebit_adam_refuses_sparse_gradients_on_all_ranks():
+    def train():
+        hvd.init()
+        table = torch.nn.Embedding(50, 40, sparse=hvd.rank() == 1, _weight=torch.ones(50, 40))
+        optimizer = hvd.OneBitAdam([("table", table.weight)], warmup=2)
+        table(torch.arange(4)).square().sum().backward()
+        with pytest.raises(RuntimeError, match=r"gradient of 'table' is sparse.*sparse=False"):
+            optimizer.step()
+        table.sparse = False
+        for _ in range(4):
+            optimizer.zero_grad()
+            table(torch.arange(4) + hvd.rank()).square().sum().backward()
+            optimizer.step()
+        return hvd.replicas_equal([("table", table.weight)])
+
+    assert ringlet.run(train, np=2, transport="local") == [True] * 2

@@ -88,6 +88,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         cure = "make a new OneBitAdam of all parameters, on all ranks"
         try:
             refuse_strays(self.param_groups, self._names, "OneBitAdam", cure)
+            self._refuse_sparse()
         except RuntimeError as error:
             raise self._reducer.given_up(error) from None
         while not self._reduced():  # another rank has loaded a state, and so on
@@ -194,6 +195,15 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
                 raise
             return False
         return True
+
+    def _refuse_sparse(self) -> None:
+        """Raise RuntimeError where there is a sparse gradient, as Adam does: momentum is dense."""
+        for p, name in self._names.items():
+            if p.grad is not None and p.grad.is_sparse:
+                raise RuntimeError(
+                    f"OneBitAdam: the gradient of {name!r} is sparse, and Adam's moments are not: "
+                    "make its embedding with sparse=False"
+                )
 
     def _compare(self) -> None:
         """Raise Mismatch, on all ranks, unless all have taken as many steps. Collective."""
