@@ -694,6 +694,40 @@ def case_names_of_another_model_are_refused():
         wrapped(inputs(0)).square().mean().backward()
 
 
+def case_what_ddp_hook_is_not_for_is_told():
+    """Before ranks wait for each other."""
+    started()
+    wrapped = DistributedDataParallel(torch.nn.Linear(8, 8))
+    state, hook = hvd.ddp_hook("int8")
+    wrapped.register_comm_hook(None, hook)
+    with pytest.raises(TypeError, match=r"register both, with .*, not the hook with None"):
+        wrapped(torch.ones(2, 8)).square().mean().backward()
+    with pytest.raises(TypeError, match=r"process_group is what .*new_group.*, not \[0, 1\]"):
+        hvd.ddp_hook("int8", process_group=[0, 1])
+    for load in (state.load_state_dict, lambda given: state.load_sharded([given, given])):
+        with pytest.raises(ValueError, match="not what state_dict"):
+            load(wrapped.state_dict())
+
+
+def case_what_does_not_fit_the_named_parameters_is_told_before_the_first_step():
+    """And forgotten: it failed every backward."""
+    started()
+    kept = []
+    for width in (64, 32):
+        own = torch.nn.Sequential(torch.nn.Linear(width, 48), torch.nn.Linear(48, 48))
+        state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef", own.named_parameters())
+        if kept:
+            with pytest.warns(UserWarning, match=r"0\.weight"):
+                state.load_state_dict(kept[0])
+        wrapped = DistributedDataParallel(own)
+        wrapped.register_comm_hook(state, hook)
+        for _ in range(2):
+            wrapped(torch.ones(4, width)).square().mean().backward()
+        kept.append(state.state_dict())
+    assert kept[1]["states"]["1.weight"]["residual"].numel() == 48 * 48
+    assert kept[1]["states"]["0.weight"]["residual"].numel() == 32 * 48
+
+
 def case_one_gradient_at_a_time_is_refused():
     """So does torch.compile with optimize_ddp = "python_reducer"."""
     started()

@@ -260,6 +260,8 @@ def case_hsdp():
         if spec == "torch":
             with pytest.raises(ValueError, match="averages over the replicas itself"):
                 hvd.compress_hsdp(own, "int8", mesh["replicate"].get_group())
+    with pytest.raises(TypeError, match=r"replicas is what .*new_group"):
+        hvd.compress_hsdp(sharded(mesh["shard"]), "int8", [0, 1])
     with pytest.raises(ValueError, match="fully_shard"):
         hvd.compress_hsdp(model(), "int8", mesh["replicate"].get_group())
 
@@ -484,6 +486,8 @@ def case_residuals_of_replicas_layers_that_take_turns_stay_apart():
 
 def case_fsdp2_bad_input():
     started()
+    with pytest.raises(TypeError, match="first argument of compress_fsdp is the model"):
+        hvd.compress_fsdp("int8", model())
     with pytest.raises(ValueError, match="fully_shard"):
         hvd.compress_fsdp(model(), "int8")
     own = model()

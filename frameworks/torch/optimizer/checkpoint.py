@@ -42,6 +42,7 @@ __all__ = [
     "checksums",
     "every_rank",
     "factors",
+    "hooks_record",
     "norm",
     "renamed",
     "reshard",
@@ -213,6 +214,17 @@ def factors(state: State, compressor: Compressor) -> str:
     """Return a checksum of what ``state`` has for every rank, in hexadecimal digits."""
     told = {k: v for k, v in mapped(everyones(state, compressor), _told).items() if k != "step"}
     return f"{zlib.crc32(json.dumps(told, sort_keys=True).encode()):08x}"
+
+
+def hooks_record(state: Any) -> Mapping[str, Any]:
+    """Return ``state``. Raises ValueError unless it is what the state of a hook has ``saved``."""
+    kept = state.get("states") if isinstance(state, Mapping) else None
+    if not isinstance(kept, Mapping) or "step" not in state:
+        raise ValueError(
+            "no 'states': this is not what state_dict() of the hook's state gave, but perhaps that "
+            "of a model or an optimizer"
+        )
+    return state  # type: ignore[no-any-return]
 
 
 def every_rank(state_dicts: Any) -> Sequence[Mapping[str, Any]]:

@@ -121,7 +121,7 @@ class DdpState:
         self._taken: dict[str, bool] = {}  # all names, and whether they remember something
         self._requests: dict[str, tuple[Request, Compressor]] = {}
         self._seen: list[weakref.ref[torch.Tensor]] = []  # which take the names of dead ones away
-        self._given = tuple(named_parameters or ())
+        self._given = {name: _numel(p) for name, p in (named_parameters or {}).items()}
         self._depth = wrapped_in(self._given)
         for name, p in (named_parameters or {}).items():
             self._name(p, name)
@@ -316,7 +316,7 @@ class DdpState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts anew, if it is another rank's."""
-        (state,) = given = self._renamed([state])
+        (state,) = given = self._renamed([checkpoint.hooks_record(state)])
         states = self._states_like(given)
         where = self._runtime.rank, self._runtime.size
         checkpoint.restore(states, state, *where, self._tensors(states), advice=_ADVICE)
@@ -329,7 +329,8 @@ class DdpState:
         Each rank passes all ranks' ``state_dict()``, as to DistributedOptimizer's method. Raises
         ValueError unless every rank's is there once.
         """
-        states = self._renamed(checkpoint.every_rank(states))
+        records = [checkpoint.hooks_record(each) for each in checkpoint.every_rank(states)]
+        states = self._renamed(records)
         own = self._states_like(states)
         where = self._runtime.rank, self._runtime.size
         checkpoint.reshard(own, states, *where, self._tensors(own))
@@ -411,7 +412,7 @@ class DdpState:
 
     def _tensors(self, names: Iterable[str]) -> dict[str, checkpoint.Tensor]:
         """Return what compresses each gradient, and how many elements it has if that is known."""
-        numels = {name: request.numel for name, (request, _) in self._requests.items()}
+        numels = self._given | {name: asked.numel for name, (asked, _) in self._requests.items()}
         return {name: (routed(self._router, name, self._depth), numels.get(name)) for name in names}
 
     def _lay_out(self, given: Sequence[Mapping[str, Any]]) -> None:
@@ -459,6 +460,11 @@ class DdpState:
         names[own] = name
         self._seen.append(weakref.ref(p, lambda _: names.pop(own, None)))
         return name
+
+
+def _numel(p: torch.Tensor) -> int:
+    """Return how many real numbers the gradient of a parameter has."""
+    return p.numel() * (2 if p.is_complex() else 1)
 
 
 class KeptState:
@@ -535,6 +541,11 @@ def reduce_bucket(
     """
     if isinstance(bucket, tuple):
         raise RuntimeError(_ONE_BY_ONE)
+    if not isinstance(state, DdpState | KeptState):
+        raise TypeError(
+            "ddp_hook returns a state and a hook that belong together: register both, with "
+            f"model.register_comm_hook(*hvd.ddp_hook(spec)), not the hook with {state!r}"
+        )
     if shard is not None or isinstance(bucket, torch.Tensor):
         raise RuntimeError(_FSDP1)
     buffer = bucket.buffer()

@@ -55,6 +55,7 @@ class FsdpState:
         So it does when the number of ranks has changed: shards are others then. Warns, too, of what
         does not fit how this model is sharded, which is forgotten.
         """
+        state = checkpoint.hooks_record(state)
         # A piece's elements are part of its name, so that another piece is not taken for it.
         numels: dict[str, int | None] = {}
         for each in self._made:
@@ -91,8 +92,8 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
     on one rank, ``backward`` raises on all of them when it ends; the gradients are of no use then,
     and training may go on.
     """
-    compressor = as_compressor(compression)
     modules = sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
+    compressor = as_compressor(compression)
     from ringlet.torch.parallel.fsdp_scatter import (  # what older torch lacks
         CheckedReduceScatter,
         CompressedReduceScatter,

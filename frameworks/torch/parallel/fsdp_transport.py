@@ -22,11 +22,15 @@ from ringlet.torch.parallel.backward_outcome import BackwardFailure, BackwardOut
 from ringlet.torch.parallel.group_runtimes import watched
 
 
-def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tuple[str, Any]]:
+def sharded_modules(module: Any, hook: str, caller: str) -> list[tuple[str, Any]]:
     """Return the FSDP2 modules inside ``module`` by name; each has a method ``hook``.
 
-    Raises InvalidArgument where there is none, torch is too old to have that, or the job elastic.
+    Raises InvalidArgument where there is none, torch is too old to have that, or the job elastic;
+    TypeError for what is no module.
     """
+    if not isinstance(module, torch.nn.Module):
+        what = type(module).__name__
+        raise TypeError(f"the first argument of {caller} is the model, and not what is a {what}")
     refuse(
         caller,
         "a rank that is lost takes its shard of the parameters along",

@@ -36,6 +36,7 @@ def runtime_of(group: Any = None) -> Runtime:
     """
     if isinstance(group, EpochGroup):
         return group.runtime
+    check_group(group, "process_group")
     if not (dist.is_available() and dist.is_initialized()):
         return current() if is_initialized() else init(comm=connect_group(group))
     known = current() if is_initialized() else None
@@ -57,6 +58,15 @@ def runtime_of(group: Any = None) -> Runtime:
         found = _own[group] = Runtime(connect_group(group), limits_from(env), wishes_from(env))
         atexit.register(found.close)
     return found
+
+
+def check_group(group: Any, name: str) -> None:
+    """Raise TypeError for what is no process group of torch's, such as a list of ranks."""
+    if group is not None and not hasattr(group, "size"):
+        raise TypeError(
+            f"{name} is what torch.distributed.new_group(ranks) returns on the ranks that are in "
+            f"it, not {group!r}"
+        )
 
 
 def refuse_other_ranks(state: object, group: Any) -> None:

@@ -39,7 +39,7 @@ from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
 from ringlet.torch.parallel.fsdp_params import Reduced, held, lengths, levels, reduced, span_key
 from ringlet.torch.parallel.fsdp_transport import Ways, labelled, sharded_modules
-from ringlet.torch.parallel.group_runtimes import watched
+from ringlet.torch.parallel.group_runtimes import check_group, watched
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
 
@@ -158,7 +158,7 @@ class HsdpState:
         So it does when the number of ranks has changed: shards are others then. Warns, too, of what
         does not fit how this model is sharded, which is forgotten.
         """
-        numels: dict[str, int] = {}
+        state, numels = checkpoint.hooks_record(state), dict[str, int]()
         for each in self._made:
             known = each.lengths()
             for name in [each.name, *known]:
@@ -227,8 +227,8 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     tensor parallel, and on all ranks of ``replicas`` where these hold different shards. What fails
     on one rank in ``backward`` is raised on all of them when it ends.
     """
-    compressor = as_compressor(compression)
     modules = sharded_modules(module, "set_all_reduce_hook", "compress_hsdp")
+    compressor = as_compressor(compression)
     for name, each in modules:
         if levels(each)[1] > 1:
             raise InvalidArgument(
@@ -242,6 +242,7 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
                 "of its weights would compress otherwise what they have in common; use "
                 "hvd.compress_fsdp, which compresses each parameter by itself"
             )
+    check_group(replicas, "replicas")
     with watched(replicas, "in hvd.compress_hsdp()"):
         comm = connect_group(replicas)
         _refuse_other_shards([each for _, each in modules], comm)
