@@ -306,7 +306,7 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
     places = lambda comm: [place()] if on_both.direct() else []  # noqa: E731
     monkeypatch.setattr(fsdp_transport, "agreed_places", places)
     monkeypatch.setattr(torch.distributed, "get_rank", hvd.rank)
-    monkeypatch.setattr(torch.distributed, "get_world_size", hvd.size)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _=None: hvd.size())
 
     def body():
         outs, way, whole = [], on_both.direct(), torch.nn.Module()
