@@ -44,7 +44,7 @@ def remove_segments(name: str) -> None:
     digest = _FNV_START
     for byte in name.encode(errors="surrogateescape"):
         digest = (digest ^ byte) * _FNV_PRIME & 0xFFFFFFFF
-    for path in _MEMORY.glob(f"mpich_shm_{digest:08x}_*"):
+    for path in _MEMORY.glob(f"mpich_shm_{digest:x}_*"):
         with contextlib.suppress(OSError):  # another rank's wrapper was faster
             if path.lstat().st_uid == os.getuid():
                 path.unlink()
