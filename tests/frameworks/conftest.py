@@ -13,13 +13,15 @@ from types import ModuleType
 import cloudpickle
 import pytest
 import told_warnings
+import torch_group
 
 import ringlet
 
 Case = Callable[[], None]
 RunCase = Callable[[Case, str, int], None]
 
-for module in (sys.modules[__name__], told_warnings):  # ranks do not find what tests import
+# Ranks do not find what tests import.
+for module in (sys.modules[__name__], told_warnings, torch_group):
     cloudpickle.register_pickle_by_value(module)
 
 

@@ -11,23 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoint_recipes import recipe
 from torch.nn.parallel import DistributedDataParallel
+from torch_group import started
 
 import ringlet.torch as hvd
 
 pytestmark = pytest.mark.preloaded("torch")
 
 SPEC = "topk(ratio=0.05) | ef"
-
-
-def started():
-    """Join torch's default process group, once a job."""
-    if not dist.is_initialized():
-        place = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
-        where = f"file://{Path(place) / 'store'}"
-        dist.init_process_group("gloo", where, rank=hvd.rank(), world_size=hvd.size())
 
 
 def wrapped():

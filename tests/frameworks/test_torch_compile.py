@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from torch_group import started
 
 import ringlet
 import ringlet.torch as hvd
@@ -114,14 +113,6 @@ def functions():
         return loss.detach()
 
     return own, step
-
-
-def started():
-    """Join torch's default process group, once a job."""
-    if not dist.is_initialized():
-        place = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
-        where = f"file://{Path(place) / 'store'}"
-        dist.init_process_group("gloo", where, rank=hvd.rank(), world_size=hvd.size())
 
 
 def ddp():

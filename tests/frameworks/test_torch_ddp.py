@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch_group import started
 
 import ringlet.torch as hvd
 from ringlet.compressors import Compressor, register
@@ -26,14 +27,6 @@ from ringlet.fusion import CompressionFailed
 from ringlet.ring.errors import Mismatch
 
 pytestmark = pytest.mark.preloaded("torch")
-
-
-def started():
-    """Join torch's default process group, once a job."""
-    if not dist.is_initialized():
-        place = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
-        where = f"file://{Path(place) / 'store'}"
-        dist.init_process_group("gloo", where, rank=hvd.rank(), world_size=hvd.size())
 
 
 class Waves(torch.nn.Module):

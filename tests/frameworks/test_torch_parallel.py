@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch_group import started
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -38,14 +39,6 @@ from ringlet.ring.transports.torch_subgroups import connections
 from ringlet.torch.parallel import hsdp
 
 pytestmark = pytest.mark.preloaded("torch")
-
-
-def started():
-    """Join torch's default process group, once a job."""
-    if not dist.is_initialized():
-        place = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
-        where = f"file://{Path(place) / 'store'}"
-        dist.init_process_group("gloo", where, rank=hvd.rank(), world_size=hvd.size())
 
 
 def model(seed=0):
