@@ -68,7 +68,8 @@ def overhead():
     import ringlet.jax as hvd
     from ringlet.compressors import Router
     from ringlet.ring.processes.torchrun import free_port
-    from ringlet.shared.gradients import GradientReducer, Settings, Slot
+    from ringlet.shared.gradients.gradient_reducer import GradientReducer
+    from ringlet.shared.gradients.gradient_settings import Settings, Slot
 
     hvd.init()
     if hvd.size() > 1:

@@ -34,8 +34,8 @@ FLOORS = {
         buckets negotiation queue encoding_queue worker extensions observe autotune lifetime
         background_loop engine""",
     # Keras stands on TensorFlow's operations, and TensorFlow's optimizer and tape on Keras.
-    "frameworks": """precision metrics job observe shared horovod report cli as_horovod
-        data_loaders ray dask
+    "frameworks": """precision metrics job observe shared shared/gradients
+        horovod report cli as_horovod data_loaders ray dask
         torch/tensors torch/ops torch/precision torch/optimizer torch/functions torch/elastic
         torch/parallel torch/recipes torch
         tensorflow/ops tensorflow/functions jax/ops keras spark tensorflow jax/sharded jax mxnet

@@ -34,10 +34,11 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 from ringlet.shared.arrays import numpy_dtype
-from ringlet.shared.gradients import GradientReducer, Settings, Slot
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.gradient_settings import Settings, Slot
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.list_changes import ListTurns
 from ringlet.shared.model_agreement import agree
-from ringlet.shared.optimizer_options import Options
 from ringlet.shared.residual_store import put
 
 log = logging.getLogger("ringlet")

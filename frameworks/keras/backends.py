@@ -9,10 +9,11 @@ import keras
 import numpy as np
 
 from ringlet.ring.dtypes import Array
-from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.drift import RATE
-from ringlet.shared.gradients import GradientReducer, Slot
+from ringlet.shared.gradients.accumulation import Accumulator
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.gradient_settings import Slot
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 SUPPORTED = ("tensorflow", "torch", "jax")

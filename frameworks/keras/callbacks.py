@@ -24,7 +24,7 @@ from ringlet.keras.checkpoint import (
 from ringlet.keras.optimizer_state import learning_rate, scale_velocities, state_variables
 from ringlet.keras.value_collectives import averaged, broadcast_variables
 from ringlet.ring.callers import outside
-from ringlet.shared.gradients import GradientReducer
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.residual_store import warn_of_other_ranks
 

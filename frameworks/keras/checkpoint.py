@@ -12,7 +12,7 @@ from typing import Any
 from ringlet.job.session import current
 from ringlet.ring.safe_files import replacing
 from ringlet.shared import residual_store
-from ringlet.shared.gradients import GradientReducer
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
 
 
 def compressor_state(optimizer: Any) -> bytes:

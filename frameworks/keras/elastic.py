@@ -18,8 +18,8 @@ from ringlet.keras.optimizer_state import (
 from ringlet.keras.reducing import Reducing
 from ringlet.keras.value_collectives import broadcast_variables
 from ringlet.ring.rendezvous.epochs import is_elastic
-from ringlet.shared.gradients import GradientReducer
-from ringlet.shared.loop_reducers import Commit, loop_reducers, owed_norm, reducers_of
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.loop_reducers import Commit, loop_reducers, owed_norm, reducers_of
 
 __all__ = [
     "CommitStateCallback",

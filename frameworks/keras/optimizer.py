@@ -16,7 +16,7 @@ from ringlet.keras.scaling import with_loss_scale
 from ringlet.precision import Policy
 from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
-from ringlet.shared.optimizer_options import Options
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.variable_names import local_variables
 from ringlet.shared.wrapping import refuse_wrapped
 

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from ringlet.precision.guards import unscaled_first
-from ringlet.shared.accumulation import Accumulator
-from ringlet.shared.gradients import GradientReducer, Staying
+from ringlet.shared.gradients.accumulation import Accumulator
+from ringlet.shared.gradients.gradient_reducer import GradientReducer, Staying
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import of_config, unique
-from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, identity, name_of
 from ringlet.shared.wrapping import Original, last_made, note_made, wrapped
 

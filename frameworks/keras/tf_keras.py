@@ -10,7 +10,7 @@ from typing import Any
 
 from ringlet.keras import backends
 from ringlet.keras.reducing import Reducing, made_of
-from ringlet.shared.optimizer_options import Options
+from ringlet.shared.gradients.optimizer_options import Options
 
 
 def in_use() -> Any:

@@ -12,9 +12,10 @@ from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.mxnet.nd_views import view
 from ringlet.shared.drift import RATE
-from ringlet.shared.gradients import Beside, GradientReducer, Slot
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.gradient_settings import Beside, Slot
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import of_attributes, unique
-from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import numbered_groups
 
 _BROADCAST = "call hvd.broadcast_parameters on all ranks before training"

@@ -1,1 +1,1 @@
-"""What adapters do alike, without any framework: requests, options, NumPy gradients."""
+"""What adapters do alike, without any framework: requests, options, names, records of memory."""

@@ -17,7 +17,7 @@ from ringlet.job.objects import allgather_object, broadcast_object
 from ringlet.ring.callers import debugging, public
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions import WorkerFailed
-from ringlet.shared.optimizer_options import Options
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.spark.barrier_job import run
 from ringlet.spark.parquet_data import Array, Batch, Columns, Share, feature_list, write
 

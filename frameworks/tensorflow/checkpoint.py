@@ -10,7 +10,7 @@ import tensorflow as tf
 from ringlet.job.session import current
 from ringlet.keras.checkpoint import reducer_of
 from ringlet.shared import residual_store
-from ringlet.shared.gradients import GradientReducer
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.tensorflow.tape import reducer_of_tape
 
 

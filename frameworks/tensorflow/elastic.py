@@ -14,8 +14,8 @@ import tensorflow as tf
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.keras.elastic import KerasState
 from ringlet.ring.dtypes import Array
-from ringlet.shared.gradients import GradientReducer
-from ringlet.shared.loop_reducers import Commit, owed_norm, reducers_of
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.loop_reducers import Commit, owed_norm, reducers_of
 from ringlet.tensorflow.functions import broadcast_variables
 from ringlet.tensorflow.ops.bridge import in_graph
 from ringlet.tensorflow.optimizer import forget_passes, reducers_of_v1

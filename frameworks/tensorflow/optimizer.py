@@ -17,10 +17,10 @@ from ringlet.keras.optimizer import distributed
 from ringlet.precision import Policy
 from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
-from ringlet.shared.accumulation import Accumulator
-from ringlet.shared.gradients import GradientReducer
+from ringlet.shared.gradients.accumulation import Accumulator
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import of_attributes, unique
-from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, name_of
 from ringlet.shared.wrapping import last_made, note_made, refuse_wrapped, wrapped
 from ringlet.tensorflow.ops.bridge import as_written, in_graph

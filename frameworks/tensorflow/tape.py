@@ -15,10 +15,11 @@ from ringlet.job.session import current
 from ringlet.precision import Policy
 from ringlet.precision.guards import guards
 from ringlet.ring.communicator import ReduceOp
-from ringlet.shared.gradients import GradientReducer, Settings
-from ringlet.shared.loop_reducers import loop_reducers
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.gradient_settings import Settings
+from ringlet.shared.gradients.loop_reducers import loop_reducers
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import unique
-from ringlet.shared.optimizer_options import Options
 from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
 from ringlet.shared.wrapping import wrapped
 from ringlet.tensorflow.ops.bridge import as_written, in_plain_graph

@@ -11,7 +11,9 @@ from itertools import count
 from ringlet.job.session import Runtime, current
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
-from ringlet.shared.gradients import Beside, GradientList, GradientReducer, Settings, Slot
+from ringlet.shared.gradients.gradient_list import GradientList
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.gradient_settings import Beside, Settings, Slot
 from ringlet.shared.list_changes import ListTurns
 from ringlet.shared.model_agreement import UNUSED, agree, common_names
 from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES

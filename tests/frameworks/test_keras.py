@@ -21,9 +21,10 @@ from ringlet.compressors import Router
 from ringlet.keras.checkpoint import compressor_state, set_compressor_state
 from ringlet.keras.optimizer import Distributed
 from ringlet.keras.value_collectives import variables_equal
-from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.arrays import all_finite, numpy_dtype
-from ringlet.shared.gradients import GradientReducer, Settings, Slot
+from ringlet.shared.gradients.accumulation import Accumulator
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.gradient_settings import Settings, Slot
 from ringlet.shared.variable_names import numbered_groups
 
 pytestmark = pytest.mark.preloaded("tensorflow")

@@ -19,7 +19,7 @@ from told_warnings import warned
 import ringlet
 import ringlet.tensorflow as hvd
 from ringlet.job.session import current
-from ringlet.shared.loop_reducers import reducers_of
+from ringlet.shared.gradients.loop_reducers import reducers_of
 from ringlet.tensorflow.tape import reducer_of_tape
 
 pytestmark = pytest.mark.preloaded("tensorflow")

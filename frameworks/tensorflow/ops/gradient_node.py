@@ -12,10 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from ringlet.ring.dtypes import Array
-from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.drift import RATE
-from ringlet.shared.gradients import GradientReducer, Slot
+from ringlet.shared.gradients.accumulation import Accumulator
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.gradient_settings import Slot
 from ringlet.shared.reduction_arguments import Reduction
 from ringlet.tensorflow.ops.autodiff import STOP, differentiable
 from ringlet.tensorflow.ops.bridge import Output, in_plain_graph, run

@@ -12,8 +12,8 @@ from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
+from ringlet.shared.gradients.sparse_rows import RowExchange
 from ringlet.shared.reduction_arguments import Reduction
-from ringlet.shared.sparse_rows import RowExchange
 from ringlet.tensorflow.ops.bridge import operation_name, run
 from ringlet.tensorflow.ops.tensors import dense, dtype_of
 

@@ -17,8 +17,8 @@ from ringlet.fusion import Engine
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
-from ringlet.shared.accumulation import check_passes
-from ringlet.shared.optimizer_options import Options
+from ringlet.shared.gradients.accumulation import check_passes
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.reductions import grouped_allreduce_async_

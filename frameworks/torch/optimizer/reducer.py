@@ -24,11 +24,11 @@ from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import Mismatch, RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
-from ringlet.shared.accumulation import check_passes
 from ringlet.shared.compression import as_router
+from ringlet.shared.gradients.accumulation import check_passes
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.model_agreement import agree, told_alike
-from ringlet.shared.optimizer_options import Options
 from ringlet.shared.requests import check_predivide
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce

@@ -19,8 +19,8 @@ from ringlet.job.session import current
 from ringlet.precision import Policy
 from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import agree_on_settings
-from ringlet.shared.optimizer_options import Options
 from ringlet.shared.residual_store import remembered
 from ringlet.shared.wrapping import refuse_wrapped, wrapped
 from ringlet.torch.ops.entry_points import public, untraced

@@ -15,8 +15,8 @@ from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.fusion.errors import StepAbandoned
 from ringlet.job.session import current
 from ringlet.shared.compression import as_router
+from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import agree_on_settings
-from ringlet.shared.optimizer_options import Options
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.naming import Named, named_pairs, refuse_strays

@@ -5,29 +5,27 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ringlet.compressors import NoCompression, Router
 from ringlet.compressors.core.context import State
-from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.states import bare, carry_over, prescale
 from ringlet.fusion import Request
 from ringlet.job import json_exchange
-from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import Runtime, current, is_initialized
-from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import FLOATS, Array
-from ringlet.ring.errors import Mismatch, RingError
+from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.epochs import is_elastic
-from ringlet.shared.arrays import all_finite, allocate, flat
+from ringlet.shared.arrays import all_finite, allocate
 from ringlet.shared.drift import Drift
+from ringlet.shared.gradients.gradient_list import GradientList
+from ringlet.shared.gradients.gradient_settings import Beside, Settings, Slot
+from ringlet.shared.gradients.sparse_rows import densified
 from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
 from ringlet.shared.model_agreement import (
@@ -38,7 +36,6 @@ from ringlet.shared.model_agreement import (
     common_names,
     told_alike,
 )
-from ringlet.shared.requests import check_predivide
 from ringlet.shared.residual_store import (
     fit_all,
     warn_of_common,
@@ -46,97 +43,14 @@ from ringlet.shared.residual_store import (
     warn_of_strangers,
 )
 from ringlet.shared.residual_store import replace as replace_states
-from ringlet.shared.sparse_rows import RowExchange, check_places, densified
 from ringlet.shared.variable_names import alike
 
 log = logging.getLogger("ringlet")
 
-_ROWS = "rows"  # what a step's group holds where all gradients travel as rows
 _BROADCAST = "broadcast them from one rank before training"
 _SAME = "pass the same on all ranks, or replicas would drift apart"
 _RESTARTS = "how often what compressors remember was put in place"
 _EVERYWHERE = "load compressor state, or restore it, on all ranks or on none"
-LARGE = 1 << 16  # elements of a table from which its sparse gradients travel as rows
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One gradient in a step: its variable's name, dtype and shape.
-
-    ``sparse`` gradients come as values and indices. ``cohort`` names those that travel together.
-    ``early`` is one of earlier backward passes, and not of the last.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    sparse: bool = False
-    cohort: str = ""
-    early: bool = False
-
-    @property
-    def inputs(self) -> int:
-        """How many arrays the gradient is given as."""
-        return 2 if self.sparse else 1
-
-    def describe(self) -> str:
-        """Return what all ranks must have in common, in words."""
-        kind = f"{'sparse ' if self.sparse else ''}{self.dtype}{list(self.shape)}"
-        return f"{kind}, not in the last backward pass" if self.early else kind
-
-
-@dataclass(frozen=True)
-class Beside:
-    """What ranks must have in common in a step, beside gradients; ``cure`` is what to do else."""
-
-    name: str
-    value: str
-    cure: str
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How gradients are reduced. ``guard`` skips a step on all ranks when one has an overflow.
-
-    ``reduction`` is a precision policy's, which ``precision`` tells in words.
-    """
-
-    router: Router
-    op: ReduceOp = ReduceOp.AVERAGE
-    predivide: float = 1.0
-    process_set: ProcessSet = field(default=global_process_set)
-    sparse_as_dense: bool = False
-    guard: bool = False
-    reduction: str = "wire"
-    precision: str = ""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for arguments that do not go together."""
-        check_predivide(self.predivide, self.op)
-        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
-            raise ValueError(f"op must be Average, Sum or Adasum, not {self.op.name.title()}")
-
-    @property
-    def averages(self) -> bool:
-        """Whether gradients are averaged, and not combined in another way."""
-        return self.op is ReduceOp.AVERAGE
-
-    def key(self) -> tuple[object, ...]:
-        """Return what distinguishes these settings from others among the same ranks."""
-        plain = (self.op, self.predivide, self.sparse_as_dense, self.guard, self.reduction)
-        return (str(self.router), *plain, self.precision)
-
-    def told(self) -> dict[str, object]:
-        """Return what ranks must have in common and requests do not tell, by name."""
-        return {
-            "precision": self.precision or "none",
-            "sparse_as_dense": bool(self.sparse_as_dense),
-            "that a step is skipped for an overflow before it is compressed": self.guard,
-        }
-
-    def dense(self, slot: Slot) -> bool:
-        """Whether a gradient is fused with others, rather than gathered as rows."""
-        return not slot.sparse or self.sparse_as_dense or math.prod(slot.shape) < LARGE
 
 
 @dataclass(frozen=True)
@@ -632,134 +546,3 @@ class Staying(GradientReducer):
     ) -> list[Array]:
         """Return the gradients as they are."""
         return self._alone(slots, arrays, outputs)
-
-
-class GradientList:
-    """One list of gradients: the dense ones as a declared group, the others as rows."""
-
-    def __init__(
-        self,
-        label: str,
-        slots: Sequence[Slot],
-        settings: Settings,
-        states: dict[str, State],
-        runtime: Runtime,
-        step: int,
-    ) -> None:
-        self._slots, self._settings = list(slots), settings
-        self.step = step
-        number, op = settings.process_set.number(), settings.op
-        self._dense = [slot for slot in slots if settings.dense(slot)]
-        carried = [
-            carrier(settings.router(s.name), s.dtype, math.prod(s.shape), settings.reduction)
-            for s in self._dense
-        ]
-        requests = [
-            Request(
-                slot.name,
-                "allreduce",
-                slot.dtype,
-                slot.shape,
-                op,
-                str(compressor),
-                collective,
-                prescale=1.0 / settings.predivide,
-                postscale=settings.predivide,
-                process_set=number,
-                group=slot.cohort,
-                edition=edition(compressor),
-            )
-            for slot, (compressor, collective) in zip(self._dense, carried, strict=True)
-        ]
-        self._rows = {
-            slot.name: RowExchange(
-                runtime,
-                f"{label}.{slot.name}",
-                slot.shape,
-                slot.dtype,
-                settings.router(slot.name),
-                states[slot.name],
-                op,
-                settings.process_set,
-                slot.name,
-            )
-            for slot in slots
-            if not settings.dense(slot)
-        }
-        kept = [states[slot.name] for slot in self._dense]
-        compressors = [compressor for compressor, _ in carried]
-        if not self._dense:  # a rank that gives the step up has to tell the others all the same
-            requests = [
-                Request(_ROWS, "allreduce", "uint8", (1,), ReduceOp.MIN, process_set=number)
-            ]
-            kept, compressors = [{}], [NoCompression()]
-        engine = runtime.engine
-        self.group = engine.declare(label, requests, compressors, kept, step, number)
-        # Also once nobody holds the reducer any more, on each rank when its collector finds out.
-        self.release = weakref.finalize(self, engine.release, self.group)
-        self.release.atexit = False
-
-    def show(self, runtime: Runtime, title: str) -> None:
-        """Be called ``title`` in timelines, reports and errors."""
-        runtime.engine.entitle(self.group, title)
-
-    def go_to(self, step: int) -> None:
-        """Let the next step be that of this number."""
-        self.step = step
-        if self.group.step != step:
-            self.group.restart(step)
-
-    def run(self, arrays: Sequence[Array], outputs: Sequence[Array] | None = None) -> list[Array]:
-        """Submit everything, wait for everything, and return the results."""
-        if outputs is None:
-            outputs = allocate([s.dtype for s in self._dense], [s.shape for s in self._dense])
-        free, given = iter(outputs), iter(arrays)
-        results: list[Array | None] = []
-        gathering: list[tuple[int, RowExchange]] = []
-        try:
-            for slot in self._slots:
-                parts = [next(given) for _ in range(slot.inputs)]
-                if slot.name in self._rows:
-                    exchange = self._rows[slot.name]
-                    exchange.start(*parts)
-                    gathering.append((len(results), exchange))
-                    results += [None, None]
-                    continue
-                out = next(free)
-                source = parts[0]
-                if slot.sparse:
-                    check_places(parts[1], slot.shape[0], slot.name)
-                    densified(parts[0], parts[1], out)
-                    source = out
-                results.append(out)
-                self.group.submit(slot.name, flat(source), flat(out))
-            if not self._dense:
-                self.group.submit(_ROWS, np.ones(1, np.uint8))
-        except Exception as error:
-            self._give_up(error)
-            raise
-        self.group.wait()
-        for place, exchange in gathering:
-            results[place : place + 2] = exchange.wait()
-        self.step += 1
-        return [array for array in results if array is not None]
-
-    def forget(self) -> None:
-        """Wait for the rows that are under way, and ignore how that ends."""
-        for exchange in self._rows.values():
-            exchange.forget()
-
-    def pass_over(self) -> None:
-        """Take notice that the step at hand was given up, perhaps before it began on this rank."""
-        if self.group.ended:
-            with suppress(RingError):
-                self.group.wait()
-        if self.group.told:
-            for exchange in self._rows.values():
-                exchange.give_up()
-            self.group.acknowledge()
-
-    def _give_up(self, error: Exception) -> None:
-        self.group.abandon(f"{type(error).__name__}: {error}")
-        for exchange in self._rows.values():
-            exchange.give_up()

@@ -13,8 +13,8 @@ import numpy as np
 
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import numpy_dtype
-from ringlet.shared.gradients import Slot
-from ringlet.shared.sparse_rows import densified, summed
+from ringlet.shared.gradients.gradient_settings import Slot
+from ringlet.shared.gradients.sparse_rows import densified, summed
 
 
 def check_passes(passes: int) -> None:

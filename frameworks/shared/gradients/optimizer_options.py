@@ -11,9 +11,9 @@ from ringlet.compressors import Router
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.precision import Policy, parse_policy
 from ringlet.ring.communicator import ReduceOp
-from ringlet.shared.accumulation import Accumulator
 from ringlet.shared.compression import as_router
-from ringlet.shared.gradients import Settings
+from ringlet.shared.gradients.accumulation import Accumulator
+from ringlet.shared.gradients.gradient_settings import Settings
 from ringlet.shared.requests import SUMS, as_op
 
 

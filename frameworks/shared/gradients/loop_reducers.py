@@ -10,7 +10,8 @@ from typing import Any
 
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current, is_initialized
-from ringlet.shared.gradients import GradientReducer, Settings
+from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.gradient_settings import Settings
 from ringlet.shared.variable_names import identity
 
 

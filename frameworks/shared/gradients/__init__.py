@@ -1,0 +1,1 @@
+"""Reducing the gradients of a step at once, as NumPy arrays: what tapes and optimizers share."""
