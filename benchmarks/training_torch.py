@@ -4,6 +4,7 @@
     python benchmarks/training_torch.py --mbit 1000 --save    # also writes benchmarks/results/
     python benchmarks/training_torch.py --mbit 0 --steps 60   # long enough to compare quality
     python benchmarks/training_torch.py --mbit 100 --delay-ms 10   # hosts at two sites
+    python benchmarks/training_torch.py --fsdp    # FSDP2, and what compress_fsdp makes of it
 
 Four ranks on four hosts (network namespaces; without root only loopback is measured) train a CNN of
 10M parameters on digits, or a byte transformer. All contenders run in one job, a few steps each in
@@ -33,6 +34,9 @@ FLOOR, DDP = "no communication", "DDP"
 HOOKS = ["DDP + fp16 hook", "DDP + PowerSGD hook"]
 OUR_HOOK = "DDP + Ringlet's hook "  # behind which the spec stands
 HOOKED = [OUR_HOOK + spec for spec in ("fp16", "int4 | ef", "powersgd(rank=4) | ef")]
+FSDP = "FSDP2"
+CODED = ("int8", "int8 gather int8", "int4 gather mxfp4")
+SHARDED = [FSDP, *(f"{FSDP} + {each}" for each in CODED)]
 TO_REACH = {1000: 1.2, 100: 1.4}  # times the floor, for the best of ours
 
 
@@ -111,6 +115,17 @@ def contender(name, make, lr):
         wrapped = DistributedDataParallel(model)
         wrapped.register_comm_hook(*hvd.ddp_hook(name.removeprefix(OUR_HOOK)))
         return wrapped, model, optimizer
+    if name.startswith(FSDP):
+        from torch.distributed.fsdp import fully_shard
+
+        for part in model.children():
+            if list(part.parameters()):
+                fully_shard(part)
+        fully_shard(model)
+        if name != FSDP:
+            spec, _, gather = name.removeprefix(f"{FSDP} + ").partition(" gather ")
+            hvd.compress_fsdp(model, spec, gather=gather or None)
+        return model, model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     if name == DDP or name in HOOKS:
         # Over gloo, torch's PowerSGD hook hangs when several buckets wait in gloo's two threads.
         cap = 10_000 if name == HOOKS[1] else 25
@@ -200,18 +215,19 @@ def measure(mbit, options, progress):
 def table(mbit, delay_ms, told):
     found = told["found"]
     medians = {name: statistics.median(of["seconds"]) for name, of in found.items()}
-    floor, ddp = medians.get(FLOOR, float("nan")), medians.get(DDP, float("nan"))
+    base = FSDP if FSDP in medians else DDP
+    floor, peer = medians.get(FLOOR, float("nan")), medians.get(base, float("nan"))
     where = f"{mbit} Mbit/s" if mbit else "loopback"
     where += f", {delay_ms:g} ms from host to host" if mbit and delay_ms else ""
     yield f"### {where}, {told['parameters'] / 1e6:.1f}M parameters"
     yield ""
-    yield "| | ms a step | x the floor | x faster than DDP | held-out loss |"
+    yield f"| | ms a step | x the floor | x faster than {base} | held-out loss |"
     yield "|---|---|---|---|---|"
     for name, median in medians.items():
         shown = name.replace("|", "\\|")  # which would end a table's cell
-        ours = "" if name == FLOOR or name.startswith(DDP) else "Ringlet "
+        ours = "" if name == FLOOR or name.startswith((DDP, FSDP)) else "Ringlet "
         yield (
-            f"| {ours}{shown} | {median * 1e3:.0f} | {median / floor:.2f} | {ddp / median:.2f} "
+            f"| {ours}{shown} | {median * 1e3:.0f} | {median / floor:.2f} | {peer / median:.2f} "
             f"| {found[name]['held_out']:.3f} |"
         )
     yield ""
@@ -237,11 +253,14 @@ def main():
     parser.add_argument("--steps", type=int, default=4, help="a turn")
     parser.add_argument("--batch", type=int, default=0, help="a rank's (cnn: 256, bytes: 4)")
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--contenders", nargs="+", default=[FLOOR, DDP, *HOOKS, *OURS, *HOOKED])
+    parser.add_argument("--fsdp", action="store_true", help="compare FSDP2's ways, not DDP's")
+    parser.add_argument("--contenders", nargs="+", help="by default all of DDP, or of FSDP2")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    every = [FLOOR, *SHARDED] if options.fsdp else [FLOOR, DDP, *HOOKS, *OURS, *HOOKED]
+    options.contenders = options.contenders or every
     if options.rank:
         return run_rank(options)
     if any(options.mbit) and (why := netns.unavailable(copied=options.delay_ms > 0)):
@@ -260,7 +279,8 @@ def main():
         RESULTS.mkdir(exist_ok=True)
         title = "# Training over shaped links (benchmarks/training_torch.py)\n\n"
         far = "_far" if options.delay_ms else ""
-        path = RESULTS / f"training_torch_{options.task}{far}.md"
+        sharded = "_fsdp2" if options.fsdp else ""
+        path = RESULTS / f"training_torch_{options.task}{sharded}{far}.md"
         path.write_text(title + "\n".join(lines).rstrip() + "\n")
     return None
 

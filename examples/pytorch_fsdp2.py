@@ -1,6 +1,6 @@
-"""Compress the reduce-scatter of FSDP2: one more line.
+"""Compress what FSDP2 exchanges, gradients and parameters: one more line.
 
-torchrun --nproc-per-node 2 examples/pytorch_fsdp2.py --compression int8
+torchrun --nproc-per-node 2 examples/pytorch_fsdp2.py --compression int8 --gather int8
 """
 
 import argparse
@@ -17,6 +17,7 @@ import ringlet.torch as hvd
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compression", default="int8", metavar="SPEC")
+    parser.add_argument("--gather", default="int8", metavar="SPEC", help="of parameters")
     parser.add_argument("--steps", type=int, default=120)
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -31,7 +32,7 @@ def main():
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
     fully_shard(model)
-    hvd.compress_fsdp(model, args.compression)  # the line that Ringlet adds
+    hvd.compress_fsdp(model, args.compression, gather=args.gather)  # the line that Ringlet adds
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * dist.get_world_size())
     own = torch.arange(dist.get_rank(), 1500, dist.get_world_size())
     shuffle = torch.Generator().manual_seed(dist.get_rank())
@@ -43,7 +44,10 @@ def main():
     with torch.no_grad():
         accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).double().mean().item()
     if dist.get_rank() == 0:
-        print(f"accuracy {100 * accuracy:.1f} % with {args.compression!r}")
+        print(
+            f"accuracy {100 * accuracy:.1f} % with {args.compression!r}, "
+            f"parameters gathered as {args.gather!r}"
+        )
     dist.barrier()  # gloo's threads must have let go of FSDP's tensors before Python ends
     dist.destroy_process_group()
 

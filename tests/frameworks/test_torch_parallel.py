@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch_group import started
@@ -29,9 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from standin.memory import device
 
 import ringlet.torch as hvd
-from ringlet.compressors import Compressor, Part, Traits
+from ringlet.compressors import Compressor, Context, Part, Traits, parse
 from ringlet.fusion import CompressionFailed
 from ringlet.job import session
+from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.transports import torch_nccl
 from ringlet.ring.transports import torch_subgroups as ring_connections
@@ -690,6 +691,289 @@ def case_hsdp_tells_all_shards_what_a_compressor_raises_in_one_of_them():
     check_failures_reach_all_ranks(own, ("compress", "decompress", "at"))
 
 
+class Halving(Compressor):
+    """Sends values in 16 bits; raises on one rank."""
+
+    bad = ("", -1)
+
+    def come(self, where):
+        if Halving.bad == (where, dist.get_rank()):
+            raise KeyError(f"moody in {where}")
+
+    def traits(self):
+        return Traits(fixed_size=True, granularity=1)
+
+    def layout(self, n):
+        return (Part("values", "float16", n),)
+
+    def compress(self, x, ctx):
+        self.come("compress")
+        return {"values": x.astype(np.float16)}
+
+    def decompress(self, payload, out, ctx):
+        self.come("decompress")
+        out[:] = payload["values"]
+
+
+class Told(logging.Handler):
+    """Keeps what Ringlet logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("ringlet").addHandler(self)
+        return self.texts
+
+    def __exit__(self, *_):
+        logging.getLogger("ringlet").removeHandler(self)
+
+
+def seen(own):
+    """Return the parameters as the modules of ``own`` compute with them in a forward pass."""
+    found, hooks = {}, []
+    for name, part in own.named_modules():
+        if isinstance(part, torch.nn.Linear):
+
+            def note(part, _, name=name):
+                for n, p in part.named_parameters():
+                    found[f"{name}.{n}"] = p.detach().clone()
+
+            hooks.append(part.register_forward_pre_hook(note))
+    own(batches(1)[0])
+    own.reshard()  # torch leaves the outermost one as it is for the backward pass
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def coded_shards(own, compressor, name):
+    """Return what the shards of a parameter decode to, one behind the other."""
+    p = dict(own.named_parameters())[name]
+    rows = p.shape[0]
+    size = -(-rows // hvd.size())
+    found = []
+    whole = p.full_tensor().detach()
+    for start in range(0, rows, size):
+        shard = whole[start : start + size].reshape(-1).numpy()
+        padded = np.zeros(size * whole[0].numel(), np.float32)
+        padded[: shard.size] = shard
+        if padded.size >= compressor.traits().min_size:
+            context = Context(name="any", shape=padded.shape, numel=padded.size)
+            compressor.decompress(compressor.compress(padded.copy(), context), padded, context)
+        found.append(padded[: shard.size])
+    return torch.from_numpy(np.concatenate(found)).view(whole.shape)
+
+
+def case_fsdp2_gathers_compressed_parameters():
+    """All ranks compute with what shards decode to; the owner of a shard keeps it as it is."""
+    started()
+    for spec in ("int8", "fp8", "bf16", "int4(bucket=64)"):
+        own = sharded()
+        hvd.compress_fsdp(own, gather=spec)
+        for _ in range(2):
+            found = seen(own)
+            for name, p in found.items():
+                expected = coded_shards(own, parse(spec), name)
+                assert torch.equal(p, expected), (spec, name)
+                assert torch.equal(hvd.broadcast(p, root_rank=0), p)
+            exact = dict(model().named_parameters())
+            for name, p in own.named_parameters():
+                assert torch.equal(p.full_tensor(), exact[name]), name
+
+
+def case_fsdp2_computes_gradients_with_the_parameters_of_its_forward():
+    """Those that are drawn at random too, though they are gathered again for the backward pass."""
+    started()
+    for spec in ("int8", "qsgd", "int4 | hadamard"):
+        own = sharded()
+        hvd.compress_fsdp(own, gather=spec)
+        plain = model()
+        with torch.no_grad():
+            for name, p in seen(own).items():
+                plain.get_parameter(name).copy_(p)
+        assert not torch.equal(plain[0].weight, model()[0].weight)
+        x = batches(1)[0]
+        own(x).square().mean().backward()
+        plain(x).square().mean().backward()
+        for p, q in zip(own.parameters(), plain.parameters(), strict=True):
+            mean = hvd.allreduce(q.grad, op=hvd.Average)
+            torch.testing.assert_close(p.grad.full_tensor(), mean, rtol=1e-4, atol=1e-7)
+
+
+def case_fsdp2_trains_with_compressed_parameters():
+    started()
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for policy in (MixedPrecisionPolicy(), half):
+        reference = None
+        for spec, gather, allowed in (
+            (None, None, 0.0), ("none", "int8", 0.05), ("int8 | ef", "int8", 0.05),
+            ("int4 | ef", "mxfp4", 0.5),
+        ):  # fmt: skip
+            own = model()
+            before = torch.cat([p.detach().flatten() for p in own.parameters()])
+            for part in (own[0], own):
+                fully_shard(part, mp_policy=policy)
+            if gather:
+                hvd.compress_fsdp(own, spec, gather=gather)
+            optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+            for x in batches(5):
+                optimizer.zero_grad()
+                own(x).float().square().mean().backward()
+                optimizer.step()
+            whole = torch.cat([p.full_tensor().detach().flatten() for p in own.parameters()])
+            reference = whole if reference is None else reference
+            assert (whole - reference).norm() <= allowed * (whole - before).norm(), gather
+            assert all(torch.equal(row, whole) for row in hvd.allgather(whole[None]))
+
+
+def case_fsdp2_gathers_a_quarter_of_the_bytes():
+    started()
+    sent = []
+    usual = Communicator.allgather
+
+    def counted(self, send, receive, counts=None):
+        sent.append(send.nbytes)
+        return usual(self, send, receive, counts)
+
+    own = sharded()
+    hvd.compress_fsdp(own, gather="int8(bucket=2048)")
+    own(batches(1)[0])
+    own.reshard()
+    with mock.patch.object(Communicator, "allgather", counted):
+        own(batches(1)[0])
+    # Two modules with a matrix of 8192 elements and a bias each, and what tells of failures.
+    shard = 8192 // hvd.size()
+    assert [each < 0.3 * 4 * shard + 4 * 128 + 64 for each in sent] == [True, True], sent
+
+
+def case_fsdp2_tells_all_ranks_what_a_compressor_of_parameters_raises_on_one():
+    started()
+    for spec in ("none", "int8"):
+        own = sharded()
+        hvd.compress_fsdp(own, spec, gather=Halving())
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+        for where in ("compress", "decompress"):
+            for rank in (hvd.size() - 1, -1, 0, -1):
+                Halving.bad = (where, rank)
+                optimizer.zero_grad()
+                told = None
+                try:
+                    own(batches(1)[0]).square().mean().backward()
+                    optimizer.step()
+                except CompressionFailed as error:
+                    told = str(error)
+                Halving.bad = ("", -1)
+                assert hvd.allgather_object(told) == [told] * hvd.size(), told
+                if rank >= 0:
+                    assert f"rank {rank}: " in told, told
+                    assert f"moody in {where}" in told
+                    continue
+                assert told is None
+                whole = torch.cat([p.full_tensor().detach().flatten() for p in own.parameters()])
+                assert all(torch.equal(row, whole) for row in hvd.allgather(whole[None]))
+        with torch.no_grad():
+            Halving.bad = ("compress", 0)
+            with pytest.raises(CompressionFailed, match=r"rank 0: .*moody in compress"):
+                own(batches(1)[0])
+            Halving.bad = ("", -1)
+            assert own(batches(1)[0]).isfinite().all()
+
+
+def case_fsdp2_tells_all_ranks_what_fails_while_parameters_are_gathered_for_the_backward_pass():
+    started()
+    for spec in ("none", "int8"):
+        for where in ("compress", "decompress"):
+            own = sharded()
+            hvd.compress_fsdp(own, spec, gather=Halving())
+            loss = own(batches(1)[0]).square().mean()
+            Halving.bad = (where, 0)
+            with pytest.raises(CompressionFailed, match=rf"rank 0: .*moody in {where}") as told:
+                loss.backward()
+            assert len(set(hvd.allgather_object(str(told.value)))) == 1
+            Halving.bad = ("", -1)
+            own.zero_grad()
+            own(batches(1)[0]).square().mean().backward()
+
+
+def case_fsdp2_gathers_otherwise_on_one_rank():
+    started()
+    odd = hvd.rank() == hvd.size() - 1
+    for given, words in ((None, "int8"), ("int4", "int8, gather=int4")):
+        own = sharded()
+        hvd.compress_fsdp(own, "int8", gather=given if odd else "int8")
+        with pytest.raises(Mismatch) as told:
+            own(batches(1)[0])
+        assert "rank 0: int8, gather=int8;" in str(told.value)
+        assert f"rank {hvd.size() - 1}: {words})" in str(told.value)
+        assert len(set(hvd.allgather_object(str(told.value)))) == 1
+
+
+def case_fsdp2_gathers_some_parameters_as_they_are():
+    """What has several dtypes, says so once; what would not get smaller, does not."""
+    started()
+    own = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64).bfloat16())
+    own[1].requires_grad_(False)  # torch takes trained ones of one dtype alone
+    fully_shard(own)
+    hvd.compress_fsdp(own, gather="int8")
+    with Told() as texts:
+        for _ in range(2):
+            own.unshard()
+            own.reshard()
+    expected = "compress_fsdp: parameters of root travel as they are"
+    assert [text.startswith(expected) for text in texts] == [True] * (hvd.rank() == 0), texts
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    own = model()
+    fully_shard(own, mp_policy=half)
+    hvd.compress_fsdp(own, gather="fp16")  # is of as many bytes
+    with Told() as texts:
+        found = seen(own)
+    assert not texts
+    for name, p in found.items():
+        assert torch.equal(p, model().get_parameter(name).bfloat16())
+
+
+def case_fsdp2_refuses_what_spoils_parameters():
+    started()
+    own = sharded()
+    for spec, words in (
+        ("int8 | ef", "of parameters nothing is lost"),
+        ("int8 | ef21", "of parameters nothing is lost"),
+        ("signsgd", "parameters are not summed"),
+        ("powersgd", "use a cast or a quantiser"),
+        ("lossless", "use a cast or a quantiser"),
+        ("topk", r"loses 9\d% of a parameter"),
+        ("onebit", r"loses 3\d% of a parameter"),
+        ("int8 | warmup(dense=5)", "has a schedule"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hvd.compress_fsdp(own, "int8", gather=spec)
+    mesh = init_device_mesh("cpu", (hvd.size(), 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ValueError, match="replicated and not sharded"):
+        hvd.compress_fsdp(sharded(mesh), gather="int8")
+
+
+def case_hsdp_gathers_compressed_parameters():
+    if hvd.size() < 4:
+        return
+    started()
+    own = sharded(two_levels())
+    hvd.compress_fsdp(own, "int8", gather="int8")
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+    for x in batches(3):
+        optimizer.zero_grad()
+        own(x).square().mean().backward()
+        optimizer.step()
+    found = seen(own)
+    assert not torch.equal(found["0.weight"], own[0].weight.full_tensor())
+    for p in (*found.values(), *(p.full_tensor().detach() for p in own.parameters())):
+        assert torch.equal(hvd.broadcast(p, root_rank=0), p)
+
+
 def case_fsdp2_uncompressed_on_one_rank():
     started()
     own, odd = sharded(), hvd.rank() == hvd.size() - 1
@@ -707,7 +991,6 @@ def case_who_waits_for_ranks_that_nobody_has_told_to_compress_says_so():
     own, last = model(), hvd.rank() == hvd.size() - 1
     fully_shard(own)
     hvd.compress_fsdp(own, "int8")
-    loss = own(batches(1)[0]).square().mean()
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None))
     told = folder / str(0 if last else hvd.rank())
 
@@ -722,9 +1005,9 @@ def case_who_waits_for_ranks_that_nobody_has_told_to_compress_says_so():
         deadline = time.monotonic() + 60
         while last and not told.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        loss.backward()
+        own(batches(1)[0]).square().mean().backward()
     logging.getLogger("ringlet").removeHandler(handler)
-    where = f"in the first backward() after hvd.compress_fsdp() for the other {hvd.size() - 1} rank"
+    where = f"in the first step after hvd.compress_fsdp() for the other {hvd.size() - 1} rank"
     assert where in told.read_text()
 
 

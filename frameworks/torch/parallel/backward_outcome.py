@@ -152,6 +152,11 @@ class BackwardOutcome:
         return None
 
 
+def compression_failed(error: CompressionFailed) -> BackwardFailure:
+    """Return a failure of a parameter's compressor, as ``note`` takes it."""
+    return BackwardFailure(Stage.ENCODE, CompressionFailed.__name__, str(error))
+
+
 def told(error: BaseException) -> str:
     """Return an ``error`` of this rank's as all ranks tell it."""
     return f"rank {dist.get_rank()}: {error}"

@@ -1,13 +1,14 @@
-"""Compression inside FSDP2: reduce-scatters whose pieces travel compressed.
+"""Compression inside FSDP2: of gradients, which are reduced, and of parameters, which are gathered.
 
 fully_shard(model)
-ringlet.torch.compress_fsdp(model, "int8")
+ringlet.torch.compress_fsdp(model, "int8", gather="int8")
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from ringlet.torch.parallel.fsdp_transport import Ways, labelled, sharded_module
 if TYPE_CHECKING:
     from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
 
+log = logging.getLogger("ringlet")
 
 _ADVICE = "Save state_dict() of what compress_fsdp returns on every rank, and load each rank's own"
 
@@ -81,36 +83,51 @@ class FsdpState:
 
 
 @public
-def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
-    """Compress the gradients of every FSDP2 module inside ``module``; return what does it.
+def compress_fsdp(
+    module: torch.nn.Module, compression: Any = None, gather: Any = None
+) -> FsdpState:
+    """Compress what every FSDP2 module inside ``module`` exchanges; return what remembers.
 
-    ``compression`` is a spec or compressor of fixed size. Raises InvalidArgument where there is no
-    FSDP module or one that is replicated and not sharded, torch is too old (before 2.9), or for a
-    compressor whose payloads cannot be scattered: sparsifiers of variable size, low rank, shared
-    scales, and what has to see the whole result (ef21, signsgd). The first ``backward`` raises
-    Mismatch, on all ranks, where some compress otherwise, or not at all. What a compressor raises
-    on one rank, ``backward`` raises on all of them when it ends; the gradients are of no use then,
-    and training may go on.
+    ``compression`` of gradients, and ``gather`` of parameters, are specs or compressors of fixed
+    size; None sends them as torch does. Parameters are decoded by all ranks, their owner among
+    them, who updates its own shard as it is.
+
+    Raises InvalidArgument where there is no FSDP module or one that is replicated and not sharded,
+    torch is too old (before 2.9), or for a compressor whose payloads cannot be scattered:
+    sparsifiers of variable size, low rank, shared scales, and what has to see the whole result
+    (ef21, signsgd). So for one of parameters that remembers, has a schedule, or loses more than a
+    tenth of their squared norm. The first forward raises Mismatch, on all ranks, where some
+    compress otherwise. What a compressor of gradients raises on one rank, ``backward`` raises on
+    all of them when it ends; the gradients are of no use then, and training may go on. What one of
+    parameters raises, ``forward`` raises.
     """
     modules = sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
-    compressor = as_compressor(compression)
-    from ringlet.torch.parallel.fsdp_scatter import (  # what older torch lacks
+    compressor, gathering = as_compressor(compression), as_compressor(gather)
+    gathers = not isinstance(gathering, NoCompression)
+    if compression is None and gather is None and dist.get_rank() == 0:
+        log.warning(
+            "compress_fsdp compresses nothing: name a compressor of gradients, gather=... one of "
+            "parameters, or both, such as compress_fsdp(model, 'int8', gather='int8')"
+        )
+    from ringlet.torch.parallel.fsdp_gather import (  # what older torch lacks
+        CheckedAllGather,
+        CompressedAllGather,
+        check_gatherable,
+    )
+    from ringlet.torch.parallel.fsdp_scatter import (
         CheckedReduceScatter,
         CompressedReduceScatter,
         check_scatterable,
-        torchs_own,
     )
 
-    plugin = edition(compressor)
-    known = [each for _, each in modules]
-    ways = Ways(f"{compressor} ({plugin})" if plugin else str(compressor), module, known)
-    if isinstance(compressor, NoCompression):
-        for _, each in modules:
-            with suppress(ValueError):  # what no rank can have compressed, such as several meshes
-                each.set_custom_reduce_scatter(CheckedReduceScatter(torchs_own(each), ways))
-        return FsdpState([], ways)
-    check_scatterable(compressor)
-    for name, each in modules:
+    told = _told(compressor) + (f", gather={_told(gathering)}" if gathers else "")
+    ways = Ways(told, module, [each for _, each in modules], gathers=gathers)
+    scatters = not isinstance(compressor, NoCompression)
+    if scatters:
+        check_scatterable(compressor)
+    if gathers:
+        check_gatherable(gathering)
+    for name, each in modules if scatters or gathers else ():
         if levels(each)[0] == 1 < levels(each)[1]:
             raise InvalidArgument(
                 f"{name or 'the module'} is replicated and not sharded, so that there is no "
@@ -119,6 +136,23 @@ def compress_fsdp(module: torch.nn.Module, compression: Any) -> FsdpState:
             )
     made = []
     for name, each in labelled(modules):
-        made.append(CompressedReduceScatter(compressor, name, each, ways))
-        each.set_custom_reduce_scatter(made[-1])
+        # What no rank can have compressed, such as a module of several meshes, is not checked.
+        with nullcontext() if gathers else suppress(ValueError):
+            each.set_custom_all_gather(
+                CompressedAllGather(gathering, name, each, ways)
+                if gathers
+                else CheckedAllGather(each, ways)
+            )
+        if scatters:
+            made.append(CompressedReduceScatter(compressor, name, each, ways))
+            each.set_custom_reduce_scatter(made[-1])
+        else:
+            with suppress(ValueError):
+                each.set_custom_reduce_scatter(CheckedReduceScatter(each, ways))
     return FsdpState(made, ways)
+
+
+def _told(compressor: Compressor) -> str:
+    """Return what ranks are to have alike of a compressor."""
+    plugin = edition(compressor)
+    return f"{compressor} ({plugin})" if plugin else str(compressor)

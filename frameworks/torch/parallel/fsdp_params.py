@@ -73,6 +73,12 @@ def param_groups(module: Any) -> Iterator[Any]:
     yield from groups
 
 
+def torchs_own(module: Any, kept: str, default: Any) -> Any:
+    """Return how ``module`` communicates where nobody compresses: what torch keeps, or a user."""
+    found = next((getattr(group, kept, None) for group in param_groups(module)), None)
+    return getattr(found, "own", found) or default
+
+
 def levels(module: Any) -> tuple[int, int]:
     """Return over how many ranks torch shards an FSDP module, and over how many replicas it is."""
     meshes = [group.mesh_info for group in param_groups(module)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from ringlet.compressors import Compressor, Context, NoCompression, Payload
-from ringlet.compressors.base.contract import storage
+from ringlet.compressors import Compressor, Context
 from ringlet.compressors.base.nesting import overrides
 from ringlet.compressors.core.context import State
-from ringlet.compressors.core.payload import padded
 from ringlet.fusion import CompressionFailed
 from ringlet.fusion.devices.host import Place
-from ringlet.fusion.planning.strategy import effective
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
@@ -29,38 +26,13 @@ from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, told
 from ringlet.torch.parallel.fsdp_params import (
     Reduced,
     lengths,
-    param_groups,
     reduced,
     span_key,
+    torchs_own,
 )
+from ringlet.torch.parallel.fsdp_pieces import Piece, divided
 from ringlet.torch.parallel.fsdp_transport import Way, Ways
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
-
-
-class _Piece(NamedTuple):
-    """One parameter's elements in what goes to a rank, and where their payload lies there."""
-
-    start: int
-    stop: int
-    key: str  # of what is remembered: the same whichever parameters are left out
-    compressor: Compressor
-    place: int  # in bytes
-    layout: list[tuple[str, Any, int]]
-
-    @property
-    def end(self) -> int:
-        """Where the payload ends."""
-        return self.place + sum(padded(dtype.itemsize * n) for _, dtype, n in self.layout)
-
-    def payload(self, buffer: Array) -> Payload:
-        """Return the payload as views of a rank's part of a buffer."""
-        views: Payload = {}
-        place = self.place
-        for name, dtype, elements in self.layout:
-            size = dtype.itemsize * elements
-            views[name] = buffer[place : place + size].view(dtype)
-            place += padded(size)
-        return views
 
 
 def check_scatterable(compressor: Compressor) -> None:
@@ -92,12 +64,13 @@ def _divisor(op: Any, size: int) -> float:
 class CheckedReduceScatter(ReduceScatter):
     """One FSDP module's own reduce-scatter, once its ranks know that none of them compresses."""
 
-    def __init__(self, own: ReduceScatter, ways: Ways) -> None:
-        self.own, self._ways = own, ways
+    def __init__(self, module: FSDPModule, ways: Ways) -> None:
+        default = DefaultReduceScatter()
+        self.own, self._ways = torchs_own(module, "_reduce_scatter_comm", default), ways
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for FSDP's inputs and outputs."""
-        return self.own.allocate(size, dtype=dtype, device=device)
+        return self.own.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
     @untraced
     def __call__(
@@ -108,20 +81,14 @@ class CheckedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Do what torch would have done. Raises Mismatch, on all ranks, where some compress."""
-        self._ways.of_all(group, sys._getframe(1))
+        """Do what torch would have done. Raises Mismatch, on all ranks, where some compress.
+
+        What a compressor of parameters raises, on any rank, all raise when backward ends.
+        """
+        way, replicas = self._ways.of_all(group, sys._getframe(1))
+        if self._ways.gathers:
+            self._ways.expect(way, replicas)
         return self.own(output_tensor, input_tensor, group, op, async_op)
-
-
-def torchs_own(module: FSDPModule) -> ReduceScatter:
-    """Return how ``module`` reduces where nobody compresses."""
-    for group in param_groups(module):
-        own = getattr(group, "_reduce_scatter_comm", None)
-        if isinstance(own, CheckedReduceScatter):
-            own = own.own
-        if own is not None and not isinstance(own, CompressedReduceScatter):
-            return own
-    return DefaultReduceScatter()
 
 
 class CompressedReduceScatter(ReduceScatter):
@@ -136,6 +103,7 @@ class CompressedReduceScatter(ReduceScatter):
 
     def __init__(self, compressor: Compressor, name: str, module: FSDPModule, ways: Ways) -> None:
         self.compressor, self.name = compressor, name
+        self.own = torchs_own(module, "_reduce_scatter_comm", DefaultReduceScatter())
         self.states: dict[str, State] = {}  # by destination and first element
         self.step = 0
         self.ways = ways
@@ -143,7 +111,7 @@ class CompressedReduceScatter(ReduceScatter):
         self.now: Compressor | None = compressor  # in this step; None where a rank has none
         self.scheduled = overrides(compressor, "at")
         self._module = module
-        self._pieces: dict[tuple[Compressor, Reduced | None, int], list[_Piece]] = {}
+        self._pieces: dict[tuple[Compressor, Reduced | None, int], list[Piece]] = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for FSDP's inputs and outputs."""
@@ -165,10 +133,7 @@ class CompressedReduceScatter(ReduceScatter):
         caller = sys._getframe(1)
         way, replicas = self.ways.of_all(group, caller)
         divisor = _divisor(op, way.comm.size)
-        self.ways.outcome.expect(way.comm, None if replicas is None else replicas.comm)
-        later = self.ways.look()
-        if later is not None:
-            self.ways.outcome.note(later)
+        self.ways.expect(way, replicas)
         if self.scheduled:
             self._agree_on_schedules(way)
         if self.now is None:
@@ -242,7 +207,7 @@ class CompressedReduceScatter(ReduceScatter):
             for each in modules:
                 each.now = None
 
-    def _pieces_of(self, way: Way, params: Reduced | None, n: int) -> list[_Piece] | None:
+    def _pieces_of(self, way: Way, params: Reduced | None, n: int) -> list[Piece] | None:
         """Return how what goes to a rank is divided; None where that fails on some rank."""
         now = self.now
         assert now is not None
@@ -267,7 +232,7 @@ class CompressedReduceScatter(ReduceScatter):
         place: Place,
         values: Array,
         total: Array,
-        pieces: list[_Piece],
+        pieces: list[Piece],
     ) -> None:
         n, workspace = total.size, place.workspace
         nbytes = pieces[-1].end
@@ -292,7 +257,7 @@ class CompressedReduceScatter(ReduceScatter):
         if failed:
             total[...] = 0
 
-    def _fails(self, stage: Stage, piece: _Piece, method: str, *given: Any) -> bool:
+    def _fails(self, stage: Stage, piece: Piece, method: str, *given: Any) -> bool:
         """Whether a compressor's ``method`` raises something, which is noted."""
         function = getattr(piece.compressor, method)
         try:
@@ -315,31 +280,18 @@ class CompressedReduceScatter(ReduceScatter):
         failed = CompressionFailed.of(compressor, function, what, error)
         return BackwardFailure(stage, CompressionFailed.__name__, told(failed))
 
-    def _divide(self, compressor: Compressor, params: Reduced | None, n: int) -> Iterator[_Piece]:
-        """Divide ``n`` elements where parameters begin; small ones that follow each other stay one.
+    def _divide(self, compressor: Compressor, params: Reduced | None, n: int) -> Iterator[Piece]:
+        """Divide ``n`` elements; where it is not known of which parameters, all is one piece."""
+        if params is None:
+            return divided(compressor, [(0, n)], lambda first, end: f"?{n}")
+        group = params.group
+        return divided(
+            compressor,
+            params.spans,
+            lambda first, end: span_key(group, first, end).removeprefix("0."),
+        )
 
-        Where it is not known which parameters they are of, all is one piece.
-        """
-        group, spans, _ = params or Reduced(0, ((0, n),))
-        used = [effective(compressor, "float32", stop - start) for start, stop in spans]
-        start = stop = place = first = 0
-        for i, (begin, end) in enumerate(spans):
-            if start == stop:
-                first = begin
-            stop += end - begin
-            small = isinstance(used[i], NoCompression)
-            if small and i + 1 < len(spans) and isinstance(used[i + 1], NoCompression):
-                continue
-            parts = used[i].layout(stop - start)
-            layout = [(p.name, storage(p.dtype), p.elements) for p in parts]
-            key = span_key(group, first, end).removeprefix("0.") if params is not None else f"?{n}"
-            piece = _Piece(start, stop, key, used[i], place, layout)
-            yield piece
-            start, place = stop, piece.end
-
-    def _context(
-        self, destination: int, piece: _Piece, comm: Communicator, place: Place
-    ) -> Context:
+    def _context(self, destination: int, piece: Piece, comm: Communicator, place: Place) -> Context:
         key = f"{destination}.{piece.key}"
         size = piece.stop - piece.start
         return Context(

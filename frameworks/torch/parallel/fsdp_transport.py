@@ -1,4 +1,4 @@
-"""How FSDP2's gradients travel when they are compressed: staged, or from GPU to GPU."""
+"""How what FSDP2 exchanges travels when it is compressed: staged, or from GPU to GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringlet.fusion import CompressionFailed
 from ringlet.fusion.devices.host import Place
 from ringlet.job.elastic import refuse
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
-from ringlet.torch.parallel.backward_outcome import BackwardFailure, BackwardOutcome, Stage
+from ringlet.torch.parallel.backward_outcome import (
+    BackwardFailure,
+    BackwardOutcome,
+    Stage,
+    compression_failed,
+)
 from ringlet.torch.parallel.group_runtimes import watched
 
 
@@ -57,7 +63,7 @@ def labelled(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 class Way:
-    """How gradients travel in one process group: over what, and from which places."""
+    """How tensors travel in one process group: over what, and from which places."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # FSDP calls in the order in which it would use the group itself, on the same thread.
@@ -75,7 +81,8 @@ class Ways:
     """The ways of the process groups that one model is sharded over.
 
     All of a group's ranks compress with ``spec``. ``module`` was given to the ``caller``, and had
-    no FSDP2 modules inside but the ``known`` ones then.
+    no FSDP2 modules inside but the ``known`` ones then. ``gathers`` tells whether parameters are
+    compressed too.
     """
 
     def __init__(
@@ -84,7 +91,10 @@ class Ways:
         module: torch.nn.Module,
         known: Iterable[Any],
         caller: str = "compress_fsdp",
+        gathers: bool = False,
     ) -> None:
+        self.gathers = gathers
+        self.owed: CompressionFailed | None = None  # of parameters, which others do not know of
         self._spec, self._caller = spec, caller
         self._module: weakref.ref[torch.nn.Module] = weakref.ref(module)  # which holds this
         self._known, self._looked = weakref.WeakSet(known), False
@@ -99,7 +109,7 @@ class Ways:
         """
         way = self._made.get(group)
         if way is None:
-            with watched(group, f"in the first backward() after hvd.{self._caller}()"):
+            with watched(group, f"in the first step after hvd.{self._caller}()"):
                 way = Way(group)
                 told = [each.decode() for each in way.comm.allgather_bytes(self._spec.encode())]
             if len(set(told)) > 1:
@@ -119,6 +129,15 @@ class Ways:
         """
         way, replicas = self.of(group), frame.f_locals.get("all_reduce_group")
         return way, None if replicas is None else self.of(replicas)
+
+    def expect(self, way: Way, replicas: Way | None = None) -> None:
+        """Let ranks agree on what has failed when the backward pass at hand ends."""
+        self.outcome.expect(way.comm, None if replicas is None else replicas.comm)
+        if (later := self.look()) is not None:
+            self.outcome.note(later)
+        if self.owed is not None:
+            self.outcome.note(compression_failed(self.owed), self.owed.__cause__)
+            self.owed = None
 
     def look(self) -> BackwardFailure | None:
         """Return a failure where modules have been sharded since, which nothing compresses."""

@@ -102,7 +102,7 @@ def watched(group: Any, where: str) -> Iterator[None]:
     text = (
         f"rank {dist.get_rank()} has waited {seconds:g} s {where} for the other "
         f"{dist.get_world_size(group) - 1} rank(s) of its process group: all of them have to call "
-        "it. One that does not call it waits for these in its first backward()"
+        "it. One that does not call it waits for these in its first step"
     )
     timer = threading.Timer(seconds, log.warning, (text,))
     timer.daemon = True

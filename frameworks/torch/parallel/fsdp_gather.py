@@ -1,0 +1,271 @@
+"""The all-gather of one FSDP2 module, with payloads instead of parameters.
+
+Gathers quantised weights as in Wang et al., "ZeRO++: extremely efficient collective communication
+for giant model training", ICLR 2024.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from ringlet.compressors import Compressor, Context
+from ringlet.compressors.base.nesting import overrides
+from ringlet.compressors.core.payload import padded
+from ringlet.fusion import CompressionFailed
+from ringlet.fusion.devices.convert import from_float32, to_float32
+from ringlet.fusion.devices.host import Place
+from ringlet.job.process_sets import InvalidArgument
+from ringlet.ring.communicator import Communicator
+from ringlet.ring.dtypes import Array
+from ringlet.torch.elastic.hook_memory import NO_BACKWARD
+from ringlet.torch.ops.entry_points import untraced
+from ringlet.torch.parallel.backward_outcome import compression_failed, told
+from ringlet.torch.parallel.fsdp_params import torchs_own
+from ringlet.torch.parallel.fsdp_pieces import Piece, divided
+from ringlet.torch.parallel.fsdp_transport import Ways
+from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
+from ringlet.torch.tensors.views import dtype_of
+
+log = logging.getLogger("ringlet")
+
+_TAKEN = (torch.float32, torch.float16, torch.bfloat16)
+_HEAD = padded(1)  # bytes before a rank's payloads, which tell whether it has any
+_MOST = 0.1  # of a parameter's squared norm that compression may lose
+
+
+def check_gatherable(compressor: Compressor) -> None:
+    """Raise InvalidArgument unless ``compressor`` serves for parameters."""
+    traits, name = compressor.traits(), repr(str(compressor))
+    if not traits.fixed_size or traits.combine == "rounds":
+        raise InvalidArgument(
+            f"gather={name} cannot compress an all-gather, in which every rank sends as many bytes "
+            "and nothing is summed; use a cast or a quantiser, such as gather='int8'"
+        )
+    if overrides(compressor, "finish") and not traits.stateful:
+        raise InvalidArgument(
+            f"gather={name} cannot compress an all-gather: it has to see a sum, and parameters are "
+            "not summed; use a cast or a quantiser, such as gather='int8'"
+        )
+    if traits.stateful:
+        raise InvalidArgument(
+            f"gather={name} remembers what earlier steps have lost, but of parameters nothing is "
+            "lost: their owner keeps and updates them as they are; leave error feedback away, such "
+            "as gather='int8'"
+        )
+    if overrides(compressor, "at"):
+        raise InvalidArgument(
+            f"gather={name} has a schedule, and parameters are gathered several times a step; "
+            "give what it ends with"
+        )
+    lost = _lost(compressor)
+    if not lost <= _MOST:
+        raise InvalidArgument(
+            f"gather={name} loses {lost:.0%} of a parameter's squared norm, in every step anew; "
+            "use a cast or a quantiser, such as gather='int8'"
+        )
+
+
+def _lost(compressor: Compressor) -> float:
+    """Return how much of Gaussian values is lost, of their squared norm."""
+    x = np.random.default_rng(1).standard_normal(4096, dtype=np.float32)
+    out, ctx = np.empty_like(x), Context(name="gather", shape=x.shape, numel=x.size)
+    compressor.decompress(compressor.compress(x.copy(), ctx), out, ctx)
+    return float(np.square(out - x).sum() / np.square(x).sum())
+
+
+class CheckedAllGather(AllGather):
+    """One FSDP module's own all-gather, once its ranks know that none of them compresses it."""
+
+    def __init__(self, module: FSDPModule, ways: Ways) -> None:
+        self.own, self._ways = torchs_own(module, "_all_gather_comm", DefaultAllGather()), ways
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for FSDP's outputs."""
+        return self.own.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
+
+    @untraced
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Do what torch would have done. Raises Mismatch, on all ranks, where some compress."""
+        self._ways.of(group)
+        return self.own(output_tensor, input_tensor, group, async_op)
+
+
+class CompressedAllGather(CheckedAllGather):
+    """One FSDP module's all-gather: a rank compresses its shards, and all decode everybody's.
+
+    The owner decodes its own, too, so that all ranks compute with the same parameters. It updates
+    its shard as that is: errors do not add up, and nothing is remembered. Every parameter's shard
+    is compressed on its own; small ones travel as they are. So does a module whose parameters have
+    several dtypes, or another one than a float of 32 or 16 bits, and what would not get smaller.
+
+    Random numbers are the same in all steps, so that forward and backward see the same parameters.
+    """
+
+    def __init__(self, compressor: Compressor, name: str, module: FSDPModule, ways: Ways) -> None:
+        super().__init__(module, ways)
+        self.compressor, self.name = compressor, name
+        self._pieces: dict[tuple[torch.dtype, tuple[int, ...]], list[Piece]] = {}
+        self._begun = False
+
+    @untraced
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Overwrite ``output_tensor`` with what all ranks' ``input_tensor`` decode to, by rank.
+
+        Raises Mismatch, on all ranks, where some compress otherwise, and CompressionFailed where a
+        compressor raises on some rank.
+        """
+        way, n = self._ways.of(group), input_tensor.numel()
+        sizes = sys._getframe(1).f_locals.get("inp_split_sizes")  # of the parameters' shards
+        shards = tuple(sizes) if isinstance(sizes, list) and sum(sizes) == n else (n,)
+        pieces = self._pieces_of(input_tensor.dtype, shards)
+        if not pieces:
+            return self.own(output_tensor, input_tensor, group, async_op)
+        where = place_of(input_tensor, None, engine=way)
+        staged = where == HOST and output_tensor.device.type != "cpu"
+        result = torch.empty_like(output_tensor, device="cpu") if staged else output_tensor
+        place, dtype = way.places[where], dtype_of(input_tensor)
+        values, total = flat_at(packed(input_tensor, where), where), flat_at(result, where)
+        ready = place.ready()
+        with place.at_work():
+            place.after([ready])
+            self._gather(way.comm, place, values, total, dtype, pieces)
+            mark = place.done([values, total])
+        if mark is not None:
+            mark.collect()
+        if staged:
+            output_tensor.copy_(result)
+        return None
+
+    def _pieces_of(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> list[Piece]:
+        """Return how this rank's shards are divided; nothing where they travel as they are."""
+        pieces = self._pieces.get((dtype, sizes))
+        if pieces is None:
+            pieces = self._pieces[dtype, sizes] = list(self._divide(dtype, sizes))
+        return pieces
+
+    def _divide(self, dtype: torch.dtype, sizes: Sequence[int]) -> list[Piece]:
+        if dtype not in _TAKEN:
+            if dist.get_rank() == 0:
+                log.warning(
+                    "compress_fsdp: parameters of %s travel as they are: gather takes modules "
+                    "whose parameters are all of float32, or all of one float of 16 bits, and not "
+                    "%s",
+                    self.name,
+                    "several dtypes together" if dtype == torch.uint8 else dtype,
+                )
+            return []
+        ends = np.cumsum([0, *sizes]).tolist()
+        spans = list(pairwise(ends))
+        pieces = list(divided(self.compressor, spans, lambda first, end: f"{first}:{end}"))
+        smaller = pieces[-1].end + _HEAD < ends[-1] * dtype.itemsize
+        return pieces if smaller else []
+
+    def _gather(
+        self,
+        comm: Communicator,
+        place: Place,
+        values: Array,
+        total: Array,
+        dtype: str,
+        pieces: Sequence[Piece],
+    ) -> None:
+        workspace, n, nbytes = place.workspace, values.size, _HEAD + pieces[-1].end
+        send = workspace.array("send", nbytes, np.uint8)
+        receive = workspace.array("receive", nbytes * comm.size, np.uint8)
+        wide = to_float32(values, dtype, workspace, "gathered")
+        failure, self._ways.owed = self._ways.owed, None
+        for piece in pieces:
+            given = wide[piece.start : piece.stop], piece.payload(send[_HEAD:])
+            failure = failure or self._failure(comm, place, piece, "encode_into", *given)
+        send[:_HEAD] = failure is not None
+        comm.allgather(send, receive)
+        # On a GPU only once: to look at what has arrived makes the host wait.
+        looks, self._begun = not (place.ordered and self._begun), True
+        if looks:
+            failed = receive.reshape(comm.size, nbytes)[:, 0] != 0
+            failure = self._told(comm, int(failed.argmax()), failure) if failed.any() else None
+        if failure is not None:
+            self._raise(comm, failure)
+            total[...] = 0
+            return
+        for rank in range(comm.size):
+            part = receive[rank * nbytes + _HEAD : (rank + 1) * nbytes]
+            out = total[rank * n : (rank + 1) * n]
+            decoded = out if dtype == "float32" else workspace.array("gathered", n)
+            for piece in pieces:
+                sent = piece.payload(part), decoded[piece.start : piece.stop]
+                failure = failure or self._failure(comm, place, piece, "decompress", *sent)
+            if decoded is not out:
+                from_float32(decoded, out, dtype, workspace)
+        if failure is not None:
+            total[...] = 0
+            if not looks:
+                self._raise(comm, failure)
+            self._ways.owed = failure  # others hear of it in the next exchange
+
+    def _failure(
+        self, comm: Communicator, place: Place, piece: Piece, method: str, *given: Any
+    ) -> CompressionFailed | None:
+        """Call a compressor's ``method``; return what it raises as all ranks are to tell it."""
+        size, function = piece.stop - piece.start, getattr(piece.compressor, method)
+        name = f"{self.name}.{piece.key}"
+        ctx = Context(
+            name=name,
+            shape=(size,),
+            numel=size,
+            rank=comm.rank,
+            size=comm.size,
+            xp=place.xp,
+            workspace=place.workspace,
+        )
+        try:
+            function(*given, ctx)
+        except BaseException as error:  # such as SystemExit, or a panic of Rust's
+            what = f"parameter shard {name!r} [{size}]"
+            found = CompressionFailed.of(piece.compressor, function, what, error)
+            failure = CompressionFailed(told(found))
+            failure.__cause__ = error
+            return failure
+        return None
+
+    def _told(
+        self, comm: Communicator, first: int, own: CompressionFailed | None
+    ) -> CompressionFailed:
+        """Return what all ranks raise where rank ``first`` tells of a failure. Collective."""
+        said = comm.broadcast_bytes(str(own).encode() if comm.rank == first else None, first)
+        failure = CompressionFailed(said.decode())
+        failure.__cause__ = None if own is None else own.__cause__
+        return failure
+
+    def _raise(self, comm: Communicator, failure: CompressionFailed) -> None:
+        """Raise ``failure``: at once, or when a backward pass ends that is under way."""
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
+            self._ways.outcome.expect(comm)
+            self._ways.outcome.note(compression_failed(failure), failure.__cause__)
+        elif isinstance(failure.__cause__, KeyboardInterrupt):
+            raise failure.__cause__
+        else:
+            raise failure
