@@ -31,6 +31,7 @@ from ringlet.ring.transports.torch_nccl import TorchNcclCommunicator
 from ringlet.torch.parallel import fsdp_transport
 from ringlet.torch.parallel.ddp import DdpState, reduce_bucket
 from ringlet.torch.parallel.fsdp import FsdpState
+from ringlet.torch.parallel.fsdp_gather import CompressedAllGather
 from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
 from ringlet.torch.parallel.fsdp_transport import Ways
 from ringlet.torch.tensors import placement
@@ -281,9 +282,9 @@ def in_backward(call):
     result.backward()
 
 
-def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
-    """FSDP's own group carries the payloads, in order with the stream that FSDP calls on."""
-    sizes, worlds = (1500, 40, 700), {}
+def carried_by_fsdps_group(on_both, monkeypatch):
+    """Let FSDP's own group be a NCCL communicator's stand-in, where tensors lie on a GPU."""
+    worlds = {}
 
     def place():
         return session.current().engine.place("cuda")
@@ -307,6 +308,12 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
     monkeypatch.setattr(fsdp_transport, "agreed_places", places)
     monkeypatch.setattr(torch.distributed, "get_rank", hvd.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda _=None: hvd.size())
+
+
+def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
+    """FSDP's own group carries the payloads, in order with the stream that FSDP calls on."""
+    sizes = (1500, 40, 700)
+    carried_by_fsdps_group(on_both, monkeypatch)
 
     def body():
         outs, way, whole = [], on_both.direct(), torch.nn.Module()
@@ -335,6 +342,40 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
             assert torch.equal(outs[-1], outs[-3]), spec
             assert state.residual_norm() == other.residual_norm()
             steps(again, range(4, 5), torch.bfloat16)
+        return outs
+
+    same(on_both(body))
+
+
+def gathered(gather, out, own, group, inp_split_sizes):
+    """Call ``gather`` in a frame with the name under which FSDP2 has the sizes of shards."""
+    gather(out, own, group)
+
+
+def test_all_gathers_of_fsdp2(on_both, monkeypatch):
+    """The input is a part of the output, which is overwritten only when it was encoded."""
+    shards = [1500, 40, 700]
+    n = sum(shards)
+    carried_by_fsdps_group(on_both, monkeypatch)
+
+    def body():
+        outs, way, whole = [], on_both.direct(), torch.nn.Module()
+        for spec in ("int8", "fp8", "bf16", "int4 | hadamard"):
+            ways = Ways(spec, whole, (), gathers=True)
+            module = sharded(*shards)
+            gather = CompressedAllGather(parse(spec), "m", module, ways)
+            for step, dtype in enumerate((torch.float32, torch.float32, torch.bfloat16)):
+                if spec == "bf16" and dtype == torch.bfloat16:
+                    continue  # as many bytes: torch gathers them
+                out = torch.full((2 * n,), 7.0, dtype=dtype)
+                own = out[hvd.rank() * n : (hvd.rank() + 1) * n]
+                own.copy_(drawn(10 * step + hvd.rank(), n))
+                exact = own.clone()
+                gathered(gather, out, own, f"{way} {spec}", shards)
+                if spec != "bf16":  # small ones travel as they are
+                    assert torch.equal(own[1500:], exact[1500:])
+                assert (own - exact).norm() < 0.2 * exact.norm()
+                outs.append(out)
         return outs
 
     same(on_both(body))

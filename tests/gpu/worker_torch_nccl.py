@@ -75,9 +75,9 @@ hooked.register_comm_hook(*hvd.ddp_hook("int8 | ef"))
 train(hooked)
 same_everywhere(hooked.parameters(), "ddp")
 
-for spec in "fp16", "int8 | ef", "block_topk | ef":
+for spec, gather in ("fp16", None), ("int8 | ef", "int8"), ("block_topk | ef", "fp8"):
     own = fully_shard(model())
-    state = hvd.compress_fsdp(own, spec)
+    state = hvd.compress_fsdp(own, spec, gather=gather)
     train(own)
     saved = state.state_dict()
     state.load_state_dict(saved)

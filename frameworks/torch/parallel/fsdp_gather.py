@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from ringlet.compressors import Compressor, Context
+from ringlet.compressors import BF16, FP16, Compressor, Context, NoCompression
 from ringlet.compressors.base.nesting import overrides
 from ringlet.compressors.core.payload import padded
 from ringlet.fusion import CompressionFailed
@@ -39,7 +39,12 @@ from ringlet.torch.tensors.views import dtype_of
 
 log = logging.getLogger("ringlet")
 
-_TAKEN = (torch.float32, torch.float16, torch.bfloat16)
+# What holds values of each dtype that is taken.
+_TAKEN: dict[torch.dtype, Compressor] = {
+    torch.float32: NoCompression(),
+    torch.float16: FP16(),
+    torch.bfloat16: BF16(),
+}
 _HEAD = padded(1)  # bytes before a rank's payloads, which tell whether it has any
 _MOST = 0.1  # of a parameter's squared norm that compression may lose
 
@@ -163,7 +168,7 @@ class CompressedAllGather(CheckedAllGather):
         """Return how this rank's shards are divided; nothing where they travel as they are."""
         pieces = self._pieces.get((dtype, sizes))
         if pieces is None:
-            pieces = self._pieces[dtype, sizes] = list(self._divide(dtype, sizes))
+            pieces = self._pieces[dtype, sizes] = self._divide(dtype, sizes)
         return pieces
 
     def _divide(self, dtype: torch.dtype, sizes: Sequence[int]) -> list[Piece]:
@@ -179,7 +184,8 @@ class CompressedAllGather(CheckedAllGather):
             return []
         ends = np.cumsum([0, *sizes]).tolist()
         spans = list(pairwise(ends))
-        pieces = list(divided(self.compressor, spans, lambda first, end: f"{first}:{end}"))
+        exact = _TAKEN[dtype]
+        pieces = list(divided(self.compressor, spans, lambda first, end: f"{first}:{end}", exact))
         smaller = pieces[-1].end + _HEAD < ends[-1] * dtype.itemsize
         return pieces if smaller else []
 

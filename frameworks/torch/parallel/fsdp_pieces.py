@@ -11,6 +11,8 @@ from ringlet.compressors.core.payload import padded
 from ringlet.fusion.planning.strategy import effective
 from ringlet.ring.dtypes import Array
 
+_NONE = NoCompression()
+
 
 class Piece(NamedTuple):
     """One parameter's elements in what a rank gets or gives, and where their payload lies there."""
@@ -39,13 +41,16 @@ class Piece(NamedTuple):
 
 
 def divided(
-    compressor: Compressor, spans: Sequence[tuple[int, int]], key: Callable[[int, int], str]
+    compressor: Compressor,
+    spans: Sequence[tuple[int, int]],
+    key: Callable[[int, int], str],
+    exact: Compressor = _NONE,
 ) -> Iterator[Piece]:
     """Yield the pieces of shards that lie one behind the other, one for each parameter.
 
     ``spans`` tell where shards begin and end among those of all parameters, of which some may be
-    left out, and ``key`` names what lies between two such places. Small ones travel as they are,
-    and are one piece where they follow each other.
+    left out, and ``key`` names what lies between two such places. Small ones travel as they are, by
+    ``exact``, and are one piece where they follow each other.
     """
     used = [effective(compressor, "float32", stop - start) for start, stop in spans]
     start = stop = place = first = 0
@@ -56,8 +61,8 @@ def divided(
         small = isinstance(used[i], NoCompression)
         if small and i + 1 < len(spans) and isinstance(used[i + 1], NoCompression):
             continue
-        parts = used[i].layout(stop - start)
-        layout = [(p.name, storage(p.dtype), p.elements) for p in parts]
-        piece = Piece(start, stop, key(first, end), used[i], place, layout)
+        by = exact if small else used[i]
+        layout = [(p.name, storage(p.dtype), p.elements) for p in by.layout(stop - start)]
+        piece = Piece(start, stop, key(first, end), by, place, layout)
         yield piece
         start, place = stop, piece.end
