@@ -961,17 +961,21 @@ def case_hsdp_gathers_compressed_parameters():
     if hvd.size() < 4:
         return
     started()
-    own = sharded(two_levels())
-    hvd.compress_fsdp(own, "int8", gather="int8")
-    optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
-    for x in batches(3):
-        optimizer.zero_grad()
-        own(x).square().mean().backward()
-        optimizer.step()
-    found = seen(own)
-    assert not torch.equal(found["0.weight"], own[0].weight.full_tensor())
-    for p in (*found.values(), *(p.full_tensor().detach() for p in own.parameters())):
-        assert torch.equal(hvd.broadcast(p, root_rank=0), p)
+    mesh = two_levels()
+    for by_us in (False, True):  # who averages over replicas
+        own = sharded(mesh["shard"] if by_us else mesh)
+        hvd.compress_fsdp(own, None if by_us else "int8", gather="int8")
+        if by_us:
+            hvd.compress_hsdp(own, "int8 | ef", mesh["replicate"].get_group())
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+        for x in batches(3):
+            optimizer.zero_grad()
+            own(x).square().mean().backward()
+            optimizer.step()
+        found = seen(own)
+        assert not torch.equal(found["0.weight"], own[0].weight.full_tensor())
+        for p in (*found.values(), *(p.full_tensor().detach() for p in own.parameters())):
+            assert torch.equal(hvd.broadcast(p, root_rank=0), p)
 
 
 def case_fsdp2_uncompressed_on_one_rank():
