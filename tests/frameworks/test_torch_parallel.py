@@ -704,6 +704,7 @@ class Halving(Compressor):
         return Traits(fixed_size=True, granularity=1)
 
     def layout(self, n):
+        self.come("layout")
         return (Part("values", "float16", n),)
 
     def compress(self, x, ctx):
@@ -876,6 +877,15 @@ def case_fsdp2_tells_all_ranks_what_a_compressor_of_parameters_raises_on_one():
                 assert told is None
                 whole = torch.cat([p.full_tensor().detach().flatten() for p in own.parameters()])
                 assert all(torch.equal(row, whole) for row in hvd.allgather(whole[None]))
+        other = sharded()
+        hvd.compress_fsdp(other, spec, gather=Halving())
+        Halving.bad = ("layout", hvd.size() - 1)
+        for _ in range(2):
+            with pytest.raises(CompressionFailed, match="moody in layout") as told:
+                other(batches(1)[0])
+            assert len(set(hvd.allgather_object(str(told.value)))) == 1
+        Halving.bad = ("", -1)
+        other(batches(1)[0]).square().mean().backward()
         with torch.no_grad():
             Halving.bad = ("compress", 0)
             with pytest.raises(CompressionFailed, match=r"rank 0: .*moody in compress"):

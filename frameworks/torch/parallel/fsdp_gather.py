@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -57,16 +57,16 @@ def check_gatherable(compressor: Compressor) -> None:
             f"gather={name} cannot compress an all-gather, in which every rank sends as many bytes "
             "and nothing is summed; use a cast or a quantiser, such as gather='int8'"
         )
-    if overrides(compressor, "finish") and not traits.stateful:
-        raise InvalidArgument(
-            f"gather={name} cannot compress an all-gather: it has to see a sum, and parameters are "
-            "not summed; use a cast or a quantiser, such as gather='int8'"
-        )
     if traits.stateful:
         raise InvalidArgument(
             f"gather={name} remembers what earlier steps have lost, but of parameters nothing is "
             "lost: their owner keeps and updates them as they are; leave error feedback away, such "
             "as gather='int8'"
+        )
+    if overrides(compressor, "finish"):
+        raise InvalidArgument(
+            f"gather={name} cannot compress an all-gather: it has to see a sum, and parameters are "
+            "not summed; use a cast or a quantiser, such as gather='int8'"
         )
     if overrides(compressor, "at"):
         raise InvalidArgument(
@@ -145,7 +145,10 @@ class CompressedAllGather(CheckedAllGather):
         way, n = self._ways.of(group), input_tensor.numel()
         sizes = sys._getframe(1).f_locals.get("inp_split_sizes")  # of the parameters' shards
         shards = tuple(sizes) if isinstance(sizes, list) and sum(sizes) == n else (n,)
-        pieces = self._pieces_of(input_tensor.dtype, shards)
+        pieces = self._pieces_of(way.comm, input_tensor.dtype, shards)
+        if pieces is None:
+            output_tensor.zero_()
+            return None
         if not pieces:
             return self.own(output_tensor, input_tensor, group, async_op)
         where = place_of(input_tensor, None, engine=way)
@@ -164,11 +167,27 @@ class CompressedAllGather(CheckedAllGather):
             output_tensor.copy_(result)
         return None
 
-    def _pieces_of(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> list[Piece]:
-        """Return how this rank's shards are divided; nothing where they travel as they are."""
+    def _pieces_of(
+        self, comm: Communicator, dtype: torch.dtype, sizes: tuple[int, ...]
+    ) -> list[Piece] | None:
+        """Return how a rank's shards are divided; nothing where they travel as they are.
+
+        None where that fails on some rank, of which the end of a backward pass tells.
+        """
         pieces = self._pieces.get((dtype, sizes))
         if pieces is None:
-            pieces = self._pieces[dtype, sizes] = self._divide(dtype, sizes)
+            failure = None
+            try:
+                pieces = self._divide(dtype, sizes)
+            except BaseException as error:
+                found = self._failed(self.compressor, self.compressor.layout, self.name, error)
+                failure = compression_failed(found)
+            failure = self._ways.outcome.agreed(comm, failure, 0, "")
+            if failure is not None:
+                self._raise(comm, CompressionFailed(failure.text))
+                return None
+            assert pieces is not None
+            self._pieces[dtype, sizes] = pieces
         return pieces
 
     def _divide(self, dtype: torch.dtype, sizes: Sequence[int]) -> list[Piece]:
@@ -235,7 +254,7 @@ class CompressedAllGather(CheckedAllGather):
     def _failure(
         self, comm: Communicator, place: Place, piece: Piece, method: str, *given: Any
     ) -> CompressionFailed | None:
-        """Call a compressor's ``method``; return what it raises as all ranks are to tell it."""
+        """Call a compressor's ``method``; return what it raises, as all ranks are to raise it."""
         size, function = piece.stop - piece.start, getattr(piece.compressor, method)
         name = f"{self.name}.{piece.key}"
         ctx = Context(
@@ -251,11 +270,20 @@ class CompressedAllGather(CheckedAllGather):
             function(*given, ctx)
         except BaseException as error:  # such as SystemExit, or a panic of Rust's
             what = f"parameter shard {name!r} [{size}]"
-            found = CompressionFailed.of(piece.compressor, function, what, error)
-            failure = CompressionFailed(told(found))
-            failure.__cause__ = error
-            return failure
+            return self._failed(piece.compressor, function, what, error)
         return None
+
+    def _failed(
+        self,
+        compressor: Compressor,
+        function: Callable[..., object],
+        what: str,
+        error: BaseException,
+    ) -> CompressionFailed:
+        """Return what all ranks are to raise for what ``function`` has raised here."""
+        failure = CompressionFailed(told(CompressionFailed.of(compressor, function, what, error)))
+        failure.__cause__ = error
+        return failure
 
     def _told(
         self, comm: Communicator, first: int, own: CompressionFailed | None
