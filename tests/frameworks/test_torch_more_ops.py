@@ -98,7 +98,8 @@ def case_reducescatter():
     start = 3 * rank + min(rank, 1)
     total = sum(range(1, size + 1))
     assert mine[:, 0].tolist() == [total * (start + i) for i in range(4 if rank == 0 else 3)]
-    for op, factor in ((hvd.Sum, size), (hvd.Average, 1)):
+    numbers = (int(hvd.Sum), size), (int(hvd.Average), 1)  # Horovod's
+    for op, factor in ((hvd.Sum, size), (hvd.Average, 1), *numbers):
         y = torch.ones(size * 4, 2, requires_grad=True)
         hvd.reducescatter(y, op=op).sum().backward()
         assert y.grad.unique().tolist() == [factor]
@@ -284,7 +285,8 @@ def case_sparse_tensors():
     size, rank = hvd.size(), hvd.rank()
     indices = torch.tensor([[rank, size]])
     sparse = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (size + 1, 3))
-    for op, scale in ((hvd.Sum, 1.0), (hvd.Average, 1 / size)):
+    numbers = (int(hvd.Sum), 1.0), (int(hvd.Average), 1 / size)  # Horovod's
+    for op, scale in ((hvd.Sum, 1.0), (hvd.Average, 1 / size), *numbers):
         handle = hvd.sparse_allreduce_async(sparse, name="rows", op=op)
         dense = handle().to_dense()
         assert dense[:size].tolist() == [pytest.approx([scale] * 3)] * size

@@ -97,7 +97,7 @@ def _differentiable(
     factors: tuple[float, float],
     single: bool,
 ) -> Any:
-    cast = legacy(compression)
+    cast, op = legacy(compression), as_op(op)
     wire = None if cast is not None else scattered_as(as_compressor(compression))
 
     def start(given: Tensors) -> TorchHandle:

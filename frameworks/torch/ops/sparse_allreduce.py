@@ -6,6 +6,7 @@ import torch
 
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
+from ringlet.shared.requests import SUMS, as_op
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.movements import allgather_async
 
@@ -22,7 +23,8 @@ def sparse_allreduce_async(
     """
     if not (isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo):
         raise InvalidArgument("sparse_allreduce_async needs a sparse COO tensor")
-    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+    op = as_op(op)
+    if op not in SUMS:
         raise InvalidArgument(f"a sparse tensor can be summed or averaged, not {op!r}")
     compact = tensor.detach().coalesce()  # what one rank sends twice all ranks receive twice
     rows = compact.indices().t().contiguous()
