@@ -62,6 +62,10 @@ def case_grouped_movements():
         rows, flat = hvd.grouped_allgather(given, name="two")
         assert rows[:, 0].tolist() == [r for r in range(size) for _ in range(r + 1)]
         assert flat.tolist() == [r for r in range(size) for _ in range(3)]
+    x = torch.ones(2, requires_grad=True)  # beside what has no gradient
+    y, _, _ = hvd.grouped_allgather([x, x > 0, torch.arange(3)])
+    (y * torch.arange(2.0 * size)).sum().backward()
+    assert x.grad.tolist() == [2.0 * rank, 2.0 * rank + 1]
     a, b = hvd.grouped_reducescatter([filled(rank, size * 2), filled(1, size, 3)], op=hvd.Sum)
     assert a.tolist() == [size * (size - 1) / 2] * 2
     assert b.tolist() == [[size] * 3]

@@ -264,7 +264,11 @@ def _own_rows(
     grads: Tensors, sizes: Sequence[Sequence[int]], name: str, process_set: ProcessSet
 ) -> list[torch.Tensor]:
     rank = process_set.rank()
-    averaged = _averaged(grads, name, process_set)
+    wanted = [i for i, grad in enumerate(grads) if grad.is_floating_point()]
+    averaged = list(grads)  # of integers and booleans, which have no gradient, they are zeros
+    means = _averaged([grads[i] for i in wanted], name, process_set)
+    for i, mean in zip(wanted, means, strict=True):
+        averaged[i] = mean
     firsts = [sum(rows[:rank]) for rows in sizes]
     both = zip(averaged, firsts, sizes, strict=True)
     return [grad[first : first + rows[rank]] for grad, first, rows in both]
