@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 import warnings
 from operator import is_
 
@@ -284,10 +286,21 @@ def test_adasum_refuses_what_it_cannot_compress_at_once():
         for spec in ("int8", "topk(ratio=0.5) | ef", {"0.*": "fp16"}):
             with pytest.raises(ValueError, match="op=Adasum"):
                 wrap(network(), op=hvd.Adasum, compression=spec)
+        with pytest.raises(ValueError, match="gradient_predivide_factor needs op=Average"):
+            wrap(network(), op=hvd.Adasum, gradient_predivide_factor=2.0)
         for spec in (None, "none", "fp16"):
             model = network()
             steps(model, wrap(model, op=hvd.Adasum, compression=spec))
             assert hvd.replicas_equal(model.state_dict())
+
+    ranks(work)
+
+
+def test_an_optimizer_with_adasum_cannot_be_copied_or_saved_whole():
+    def work():
+        for refuse in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                refuse(wrap(network(), op=hvd.Adasum))
 
     ranks(work)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -19,11 +19,12 @@ from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.gradients.accumulation import check_passes
 from ringlet.shared.gradients.optimizer_options import Options
+from ringlet.shared.requests import check_predivide
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.reductions import grouped_allreduce_async_
 from ringlet.torch.optimizer.naming import refuse_strays
-from ringlet.torch.optimizer.reducer import REPEAT
+from ringlet.torch.optimizer.reducer import NO_COPY, REPEAT
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
 
@@ -51,6 +52,7 @@ class AdasumMixin(RefusesScaler):
     def prepared(named: dict[str, torch.nn.Parameter], options: Options) -> dict[str, Any]:
         """Return the attributes of an instance; ValueError for arguments that Adasum cannot use."""
         check_passes(options.backward_passes_per_step)
+        check_predivide(options.gradient_predivide_factor, options.op)
         router, compressor = options.router, options.router("")
         if router.by_name or not isinstance(compressor, NoCompression | FP16 | BF16):
             raise ValueError(
@@ -129,6 +131,9 @@ class AdasumMixin(RefusesScaler):
             self._put_back(start)
             raise
         return self._take_combined(self._ringlet_under_way)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(NO_COPY)
 
     def _combine(self, start: Mapping[str, torch.Tensor]) -> TorchHandle:
         """Begin to combine all ranks' steps away from ``start``."""

@@ -50,6 +50,10 @@ _CLIP = (
 )
 
 
+NO_COPY = (
+    "a DistributedOptimizer cannot be copied or pickled: it is tied to this process's parameters "
+    "and peers. Copy or save optimizer.state_dict()"
+)
 REPEAT = "Call step() again first: it was interrupted, and the other ranks may have taken it"
 _FREEZE = "set requires_grad alike on all ranks, in the same step, or their models drift apart"
 _LOADED = (

@@ -28,7 +28,7 @@ from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.lost_memory import mark, take_mark, warn_of_loaded_too_early
 from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
-from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.optimizer.reducer import NO_COPY, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler, of_scaler
 from ringlet.torch.precision.masters import PRECISION_KEY, Masters, going_on, scale_in
 from ringlet.torch.precision.policy_checks import acts, check_policy, check_wire
@@ -307,10 +307,7 @@ class _Distributed:
         return self._ringlet.memory.norm()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a DistributedOptimizer cannot be copied or pickled: it is tied to this process's "
-            "parameters and peers. Copy or save optimizer.state_dict()"
-        )
+        raise TypeError(NO_COPY)
 
     def _load_inner(self, state_dict: dict[str, Any]) -> None:
         if "param_groups" not in state_dict:
