@@ -8,6 +8,7 @@ import pickle
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -431,10 +432,16 @@ def case_channels_last_convolution():
 
 
 def case_closures():
-    for make in (
-        lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=5),
-        lambda p: torch.optim.LBFGS(p, max_iter=6, line_search_fn="strong_wolfe"),
-        sgd,
+    def searching(p):
+        return torch.optim.LBFGS(p, max_iter=6, line_search_fn="strong_wolfe")
+
+    for make, told in (
+        (lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=5), torch.Tensor.detach),
+        (searching, torch.Tensor.detach),
+        (searching, torch.Tensor.item),
+        (searching, lambda loss: loss.detach().numpy()),
+        (searching, lambda loss: np.float64(loss.item())),
+        (sgd, lambda loss: np.float32(loss.item())),
     ):
         single, model = network(), network()
         losses = []
@@ -444,12 +451,12 @@ def case_closures():
         ):
             for step in range(2):
 
-                def closure(m=m, o=o, step=step, alone=alone):
+                def closure(m=m, o=o, step=step, alone=alone, told=told):
                     o.zero_grad()
                     x = everything(step) if alone else shard(step, hvd.rank())
                     loss = objective(m, x)
                     loss.backward()
-                    return loss
+                    return told(loss)
 
                 losses.append(float(o.step(closure)))
         for p, q in zip(model.parameters(), single.parameters(), strict=True):

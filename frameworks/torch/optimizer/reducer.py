@@ -7,7 +7,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 
@@ -337,8 +337,8 @@ class Reducer:
         name, process_set = f"{self._label}.loss", self._process_set
         if isinstance(loss, torch.Tensor):
             return allreduce(loss.detach(), name=name, op=self._op, process_set=process_set)
-        if isinstance(loss, float):
-            wide = torch.tensor(loss, dtype=torch.float64)
+        if isinstance(loss, SupportsFloat) and not getattr(loss, "ndim", 0):  # NumPy's, too
+            wide = torch.tensor(float(loss), dtype=torch.float64)
             return allreduce(wide, name=name, op=self._op, process_set=process_set).item()
         return loss
 
