@@ -20,6 +20,7 @@ from ringlet.fusion.negotiation.stall_inspector import Stalled, StallInspector
 from ringlet.fusion.negotiation.stragglers import Stragglers
 from ringlet.fusion.negotiation.validation import differing, listed, named_ranks
 from ringlet.fusion.requests.request import Request, dumps, loads
+from ringlet.fusion.requests.series import called
 
 _PROTOTYPES = 1 << 12  # that are kept as objects
 
@@ -103,7 +104,7 @@ class Coordinator:
         text = f"rank {rank} is gone: {why or 'its connection closed without a goodbye'}"
         waiting = [name for peers in self._sets.values() for name in peers.waiting()]
         if waiting:
-            text += f" (waiting: {listed(waiting)})"
+            text += f" (waiting: {listed([*map(called, waiting)])})"
         return [m.LOST + dumps([[rank], text])]
 
     # -- one kind of message each ---------------------------------------------------------------
@@ -244,7 +245,7 @@ class Coordinator:
             within = f" of process set {peers.number}" if peers.number else ""
             for name, (ready, turn) in peers.waiting().items():
                 missing = [r for r in peers.active if r not in ready]
-                found.append(Stalled(f"{name!r}{within}", ready, missing, turn))
+                found.append(Stalled(f"{called(name)!r}{within}", ready, missing, turn))
             for group, (ready, turn) in peers.unfinished().items():
                 missing = [r for r in peers.active if r not in ready]
                 found.append(Stalled(f"the rest of group {group!r}{within}", ready, missing, turn))
@@ -253,7 +254,7 @@ class Coordinator:
             found.append(Stalled(what, ready, missing, turn))
         for (number, name), (ready, turn) in self._votes.calls().items():
             missing = [r for r in self._sets[number].active if r not in ready]
-            found.append(Stalled(f"the declaration of {name!r}", ready, missing, turn))
+            found.append(Stalled(f"the declaration of {called(name)!r}", ready, missing, turn))
         ready = [rank for rank, calls in self._set_calls.items() if calls]
         if ready:
             call = _in_words(self._set_calls[ready[0]][0])

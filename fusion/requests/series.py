@@ -7,12 +7,15 @@ but their number share a *prototype*: the request whose name is the prefix alone
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 from ringlet.fusion.requests.request import Request
 
 MARK = ".noname."
 _DIGITS = 18  # of the largest number that is one
+# What Ringlet does by itself for somebody without a name; a gradient is a caller's operation.
+_OWN = re.compile(rf"(.+?){re.escape(MARK)}(join[0-9]+\.)?([0-9]{{1,{_DIGITS}}})\.(?!grad)(.+)")
 
 
 class Series:
@@ -42,6 +45,19 @@ def prototype_of(request: Request) -> Request:
     found = replace(request, name=place[0])
     found.__dict__["key"] = object()  # it never travels; others of this series differ from it
     return found
+
+
+def called(name: str) -> str:
+    """Return ``name`` as messages tell it, where Ringlet does something for whoever has no name.
+
+    Of "DistributedOptimizer.noname.1.alike16" that is "DistributedOptimizer 2 (alike16)".
+    """
+    own = _OWN.fullmatch(name)
+    if own is None:
+        return name
+    whose, since, number, what = own.groups("")
+    which = f" {since}{int(number) + 1}" if since or int(number) else ""
+    return f"{whose}{which} ({what})"
 
 
 def place_of(name: str) -> tuple[str, int] | None:

@@ -12,7 +12,7 @@ from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.negotiation.coordinator import Coordinator
 from ringlet.fusion.negotiation.series_runs import SeriesRuns
 from ringlet.fusion.requests.request import loads
-from ringlet.fusion.requests.series import Series, place_of, prototype_of
+from ringlet.fusion.requests.series import Series, called, place_of, prototype_of
 from ringlet.ring import Mismatch, ReduceOp
 
 A = prototype_of(Request("s.noname.0", shape=(4,), op=ReduceOp.SUM))
@@ -46,6 +46,23 @@ def test_a_numbered_request_is_the_one_of_its_name():
 )
 def test_automatic_names_are_told_from_others(name, place):
     assert place_of(name) == place
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("DistributedOptimizer settings.noname.0.agreed", "DistributedOptimizer settings (agreed)"),
+        ("DistributedOptimizer.noname.1.alike16", "DistributedOptimizer 2 (alike16)"),
+        ("DistributedOptimizer.noname.join2.0.0", "DistributedOptimizer join2.1 (0)"),
+        ("DistributedOptimizer.noname.0.table.values", "DistributedOptimizer (table.values)"),
+        ("allreduce.noname.3.grad", "allreduce.noname.3.grad"),
+        ("allreduce.noname.join2.12", "allreduce.noname.join2.12"),
+        ("grouped_allreduce.noname.3_1of2", "grouped_allreduce.noname.3_1of2"),
+        ("layer.1", "layer.1"),
+    ],
+)
+def test_what_is_done_for_somebody_without_a_name_is_told_without_ours(name, told):
+    assert called(name) == told
 
 
 def test_series_count_on_and_names_are_as_they_were():
