@@ -86,11 +86,9 @@ class StoreBarrier:
         self._store.set(f"proof/here {self._rank}", _WELL)
         if self._store.add("proof/here", 1) == self._size:
             self._store.compare_set("proof/all here", "", _WELL)  # the others may have given up
-        try:
-            self._wait("proof/all here")
-        except _TimedOut:
+        if missed := self._missed("proof/all here"):
             if not (absent := self._absent()):
-                raise
+                raise missed
             self._say(_LOST, self._not_come(absent))
         try:
             self._hear("here")
@@ -142,6 +140,11 @@ class StoreBarrier:
             raise _error(how, why)
 
     def _wait(self, name: str) -> None:
+        if missed := self._missed(name):
+            raise missed
+
+    def _missed(self, name: str) -> PeerLost | None:
+        """Wait for what the store has as ``name``; return an error if it does not appear."""
         began = time.monotonic()
         try:
             self._store.wait([name], self._timeout)
@@ -149,14 +152,13 @@ class StoreBarrier:
             raise
         except (RuntimeError, TimeoutError) as error:  # of a store that is gone, at once
             seconds = round(time.monotonic() - began)
-            raise _TimedOut(
+            missed = PeerLost(
                 f"rank {self._rank} of {self._size} waited {seconds} s for the others to connect"
                 f" over gloo: {str(error).splitlines()[0]}"
-            ) from error
-
-
-class _TimedOut(PeerLost):
-    """What was waited for did not appear in the store."""
+            )
+            missed.__cause__ = error
+            return missed
+        return None
 
 
 def _ranks(ranks: Sequence[int]) -> str:
