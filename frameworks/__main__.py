@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import difflib
 import errno
 import os
@@ -82,6 +83,7 @@ def command_parser(name: str) -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: this process's) and return the exit code."""
     hold_standard_descriptors()
+    _show_what_can_be()
     parser = _whole()
     given = list(sys.argv[1:] if arguments is None else arguments)
     _refuse_programs(given, parser)
@@ -117,6 +119,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{command}: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return code
+
+
+def _show_what_can_be() -> None:
+    """Let the standard output escape what its encoding lacks: with LC_ALL=C that may be ASCII."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)  # which a stand-in for it lacks
+    if reconfigure is not None:
+        codecs.register_error("ringlet", _escaped)
+        reconfigure(errors="ringlet")
+
+
+def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    error.end = error.start + 1  # one by one, for what comes next may be of the other kind
+    try:  # bytes of a file's name stay what they are
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.backslashreplace_errors(error)
 
 
 def _refuse_programs(given: Sequence[str], parser: Parser) -> None:

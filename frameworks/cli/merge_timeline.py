@@ -44,7 +44,9 @@ def main(options: argparse.Namespace) -> int:
             return 2
         said = merge(options.path, parts)
     except OSError as error:
-        print(f"ringlet timeline: {error}", file=sys.stderr)
+        # What fills a disk names no file.
+        why = error if error.filename else f"{options.path}: {error.strerror}"
+        print(f"ringlet timeline: {why}", file=sys.stderr)
         return 2
     print(f"{options.path}: {said['events']} events of {said['ranks']} ranks")
     return 0

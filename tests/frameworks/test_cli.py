@@ -336,6 +336,39 @@ def test_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert ended.stderr == b"ringlet env: the output cannot be written: File too large\n"
 
 
+def test_what_the_output_has_no_characters_for_is_escaped(tmp_path: Path) -> None:
+    """As where LC_ALL=C makes it ASCII; bytes of a file's name that are no UTF-8 stay."""
+    folder = tmp_path / os.fsdecode("µ".encode() + b"\xff")
+    folder.mkdir()
+    (folder / "t.rank0.json").write_text('[\n{"name": "x", "ph": "i", "pid": 0, "ts": 5.0},\n')
+    for encoding, shown in (("ascii", b"/\\xb5\xff/"), ("utf-8", b"/\xc2\xb5\xff/")):
+        ended = subprocess.run(
+            [SCRIPT, "timeline", folder / "t.json"],
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            check=False,
+            timeout=60,
+        )
+        assert (ended.returncode, ended.stderr) == (0, b"")
+        assert ended.stdout.endswith(shown + b"t.json: 1 events of 1 ranks\n")
+
+
+def test_a_timeline_that_a_full_disk_has_no_room_for_is_named(tmp_path: Path) -> None:
+    event = {"name": "x", "ph": "i", "pid": 0, "ts": 5.0}
+    (tmp_path / "t.rank0.json").write_text("[\n" + f"{json.dumps(event)},\n" * 100)
+    path = str(tmp_path / "t.json")
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999)); "
+        f"from ringlet.__main__ import main; sys.exit(main(['timeline', {path!r}]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    told = f"ringlet timeline: {path}: File too large\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", told)
+    assert [each.name for each in tmp_path.iterdir()] == ["t.rank0.json"]
+
+
 def test_a_working_directory_that_is_gone_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
