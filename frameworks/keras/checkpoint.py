@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ringlet.compressors.core.context import State
 from ringlet.job.session import current
 from ringlet.ring.safe_files import replacing
 from ringlet.shared import residual_store
@@ -25,12 +26,11 @@ def compressor_state(optimizer: Any) -> bytes:
 def set_compressor_state(optimizer: Any, data: bytes) -> None:
     """Go on with what ``compressor_state`` returned on this rank; every rank calls this.
 
-    Warns, and starts without residuals, where it was another rank's.
+    Warns, and starts without residuals, where it was another rank's. Raises ValueError for bytes
+    that are something else.
     """
-    runtime, reducer = current(), reducer_of(optimizer)
-    settings = reducer.settings
-    where = runtime.rank, runtime.size, settings.router, settings.averages, settings.predivide
-    reducer.load(*residual_store.loads(data, *where))
+    reducer = reducer_of(optimizer)
+    reducer.load(*_read(reducer, data))
 
 
 def save_compressor_state(optimizer: Any, filepath: Any) -> str:
@@ -51,9 +51,10 @@ def save_compressor_state(optimizer: Any, filepath: Any) -> str:
 def load_compressor_state(optimizer: Any, filepath: Any) -> None:
     """Read this rank's compressor state; every rank calls this.
 
-    Raises FileNotFoundError, telling whose files there are, where this rank has none.
+    Raises FileNotFoundError, telling whose files there are, where this rank has none; ValueError,
+    naming the file, where it is damaged.
     """
-    path = state_path(filepath)
+    path, reducer = state_path(filepath), reducer_of(optimizer)
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:
@@ -65,7 +66,11 @@ def load_compressor_state(optimizer: Any, filepath: Any) -> None:
             else "there is no other rank's: call save_compressor_state on every rank first"
         )
         raise FileNotFoundError(errno.ENOENT, text, path) from None
-    set_compressor_state(optimizer, data)
+    try:
+        found = _read(reducer, data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    reducer.load(*found)
 
 
 def saved_beside(filepath: Any) -> tuple[str, list[str]] | None:
@@ -83,6 +88,13 @@ def residuals_beside(filepath: Any) -> list[str]:
     """Return whose residuals, such as "rank0of2", this rank finds beside a checkpoint."""
     found = _saved(filepath).items()
     return [whose for whose, path in found if residual_store.holds_residuals(path)]
+
+
+def _read(reducer: GradientReducer, data: bytes) -> tuple[dict[str, State], int]:
+    """Return the states and the step in what ``compressor_state`` returned on some rank."""
+    runtime, settings = current(), reducer.settings
+    where = runtime.rank, runtime.size, settings.router, settings.averages, settings.predivide
+    return residual_store.loads(data, *where)
 
 
 def _saved(filepath: Any) -> dict[str, Path]:

@@ -502,6 +502,9 @@ def saved_by_other_ranks(model, folder, rank):
     with pytest.raises(FileNotFoundError, match=missing + "no other rank's: .*of2'$"):
         hvd.load_compressor_state(model.optimizer, folder / "never.keras")
     state = (folder / f"best.keras.rank{rank}of2").read_bytes()
+    (folder / f"torn.keras.rank{rank}of2").write_bytes(state[:-100])
+    with pytest.raises(ValueError, match=rf"torn\.keras\.rank{rank}of2: .* no compressor state"):
+        hvd.load_compressor_state(model.optimizer, folder / "torn.keras")
     (folder / f"{other.name}.rank{rank}of3").write_bytes(state)
     (folder / f"{other.name}.rank{rank}of3.old").write_bytes(state)
     plain = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
