@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -114,8 +114,13 @@ def allgather_object(
 
 
 def replicas_equal(variables: Sequence[Any]) -> bool:
-    """Whether variables are bit-equal on all ranks. Collective, the same answer on every rank."""
+    """Whether variables are bit-equal on all ranks. Collective, the same answer on every rank.
+
+    Raises TypeError for something else, such as the model.
+    """
     refuse_graph("replicas_equal", "call it outside")
+    if not isinstance(variables, Iterable):
+        raise TypeError(f"pass a list of variables, such as model.weights, not {variables!r}")
     arrays = [keras.ops.convert_to_numpy(variable) for variable in variables]
     return equal_on_all_ranks((f"{array.dtype}{array.shape}", array) for array in arrays)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -452,6 +453,8 @@ def case_broadcast_variables():
     inside()
     assert made[0].numpy().tolist() == [0.0] * 3
     assert hvd.replicas_equal(made)
+    with pytest.raises(TypeError, match=r"a list of variables, such as model\.weights, not <"):
+        hvd.replicas_equal(keras.Sequential())
     large = tf.Variable(tf.fill([300, 301], float(rank)), name="large")
     hvd.broadcast_variables([large], root_rank=1)
     use = tf.function(lambda: tf.matmul(large, large, transpose_b=True), autograph=False)

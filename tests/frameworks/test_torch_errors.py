@@ -131,6 +131,14 @@ def case_arguments_of_the_wrong_kind():
             call(torch.ones(4), op="total")
     with pytest.raises(ValueError, match=r"op='average' is a text: write op=hvd\.Average"):
         hvd.DistributedOptimizer(sgd, own.named_parameters(), op="average")
+    for wrong, words in (
+        (own, r"pass model\.state_dict\(\), not the model"),
+        (own.parameters(), r"state_dict\(\) or model\.named_parameters\(\)"),
+        (own.weight, r"state_dict\(\) or model\.named_parameters\(\)"),
+        (None, r"state_dict\(\) or model\.named_parameters\(\)"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            hvd.replicas_equal(wrong)
     with pytest.warns(
         UserWarning, match="'bais', 'wieght' match no parameter, and compress nothing"
     ):

@@ -81,8 +81,17 @@ def _sum_of_bits(p: torch.Tensor) -> torch.Tensor:
 def replicas_equal(params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> bool:
     """Whether ``params`` (a ``state_dict()`` or named parameters) are bit-equal on all ranks.
 
-    Collective, and the same answer on every rank.
+    Collective, and the same answer on every rank. Raises TypeError for something else, such as the
+    model.
     """
+    if isinstance(params, torch.nn.Module):
+        raise TypeError("pass model.state_dict(), not the model")
+    if not isinstance(params, Mapping):
+        one = isinstance(params, torch.Tensor) or not isinstance(params, Iterable)
+        pairs: list[Any] = [params] if one else list(params)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise TypeError("pass model.state_dict() or model.named_parameters()")
+        params = pairs
     return equal_on_all_ranks(
         (f"{name}{value.dtype}{tuple(value.shape)}", flat(value.detach().cpu().contiguous()))
         for name, value in dict(params).items()
