@@ -52,6 +52,21 @@ def create(path: str | os.PathLike[str]) -> int:
     return descriptor
 
 
+def refuse_others(path: str | os.PathLike[str], *beginnings: bytes) -> None:
+    """Raise FileExistsError where ``path`` is a file with another beginning than these: not ours.
+
+    A program, say, that somebody has named by mistake. An empty file is nobody's.
+    """
+    where, head = os.fspath(path), b""
+    with suppress(OSError):  # such as one that is not there; ``create`` tells of others
+        if stat.S_ISREG(os.lstat(where).st_mode):
+            with open(where, "rb") as file:
+                head = file.read(max(map(len, beginnings)))
+    if head and not any(head.startswith(each[: len(head)]) for each in beginnings):
+        text = "is there already, and holds something else: it is not overwritten"
+        raise FileExistsError(errno.EEXIST, text, where)
+
+
 def _planted(found: os.stat_result, folder: str) -> bool:
     """Whether a file is a stranger's in a ``folder`` where everybody may make, but none remove.
 

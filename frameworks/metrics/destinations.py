@@ -56,9 +56,11 @@ def _told_of(path: str, variable: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        exists = isinstance(error, FileExistsError)
+        cure = "another one" if exists else "a place where this user may write"
         raise type(error)(
             f"metrics cannot be written to {path}: {error.strerror or error}; let {variable} name "
-            "a place where this user may write"
+            f"{cure}"
         ) from None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from ringlet.ring.safe_files import create_text
+from ringlet.ring.safe_files import create_text, refuse_others
 
 Record = dict[str, Any]
 log = logging.getLogger("ringlet")
@@ -32,10 +32,11 @@ class Sink(Protocol):
 class JsonLines:
     """Writes a record a line to ``path``; each line is whole on the disk before the next begins.
 
-    Raises OSError where ``path`` is a link (``ringlet.ring.safe_files``).
+    Raises OSError where ``path`` is a link (``ringlet.ring.safe_files``), or no file of records.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        refuse_others(path, b'{"kind":')
         self._file = create_text(path)
 
     def write(self, record: Record) -> None:

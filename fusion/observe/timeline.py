@@ -27,7 +27,7 @@ from ringlet.fusion.observe.render import Clock, Instant, Renderer, Single, Stre
 from ringlet.fusion.observe.tracefile import TraceFile
 from ringlet.fusion.recording.events import BucketDone, Quiet, Span, StepDone
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.safe_files import create
+from ringlet.ring.safe_files import create, refuse_others
 
 log = logging.getLogger("ringlet")
 
@@ -184,7 +184,10 @@ def _quietly(call: Callable[[], object]) -> None:
 
 
 def usable(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` made absolute. Raises ValueError or OSError where no file can be written."""
+    """Return ``path`` made absolute. Raises ValueError or OSError where no file can be written.
+
+    So where there is one that holds something else than a timeline.
+    """
     if not os.fspath(path):
         raise ValueError("a timeline needs the name of a file")
     where = Path(path).absolute()
@@ -194,4 +197,5 @@ def usable(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(f"the timeline's directory {where.parent} does not exist")
     if not os.access(where.parent, os.W_OK):
         raise PermissionError(f"the timeline's directory {where.parent} cannot be written to")
+    refuse_others(where, b'{"displayTimeUnit"', b'{"traceEvents"', b"[\n{")  # Horovod's is a list
     return where

@@ -119,6 +119,26 @@ def test_what_the_environment_gets_wrong_is_named(name, value, said, monkeypatch
     assert not runtime_module.is_initialized()
 
 
+@pytest.mark.parametrize("variable", ["RINGLET_METRICS", "RINGLET_TIMELINE", "HOROVOD_TIMELINE"])
+def test_a_file_of_another_kind_is_not_overwritten(variable, monkeypatch, tmp_path):
+    path = tmp_path / "train.py"
+    monkeypatch.setenv(variable, str(path))
+    path.write_text("import torch\n")
+    with pytest.raises(OSError, match="holds something else") as told:
+        ranks(1, lambda rank: None)
+    assert variable in str(told.value)
+    assert "train.py" in str(told.value)
+    assert not runtime_module.is_initialized()
+    assert path.read_text() == "import torch\n"
+    for before in ("", None, "ours"):  # empty, not there, and of the last run
+        if before is None:
+            path.unlink()
+        elif not before:
+            path.write_text("")
+        ranks(1, lambda rank: train())
+        assert path.read_text().startswith("{")
+
+
 def test_metrics_and_a_timeline_do_not_share_a_file(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "run.json"))
