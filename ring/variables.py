@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -11,7 +12,16 @@ from ringlet.ring.log import check_level
 
 ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _SLIP, _ALIKE = 0.8, 0.75  # how much alike two names are when one is, or might be, meant
+MEASURE = "measure"  # in the place of a link
 _KUBERNETES = re.compile(r".*(SERVICE_(HOST|PORT)|PORT_[0-9]+_|^PORT$)")  # of a service "ringlet"
+
+_LATENCY = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_BANDWIDTH = {
+    f"{prefix}{unit}/s": factor / (8 if unit == "bit" else 1)
+    for unit in ("bit", "B")
+    for prefix, factor in {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
+}
+_NAMED = re.compile(r"\s*([0-9.e+-]+)\s*(\w+)\s*,\s*([0-9.e+-]+)\s*([\w/]+)\s*")
 
 Check = Callable[[str, str], object]  # a variable's name and text; raises ValueError
 
@@ -65,6 +75,27 @@ def read_port(variable: str, text: str) -> tuple[str, int]:
     if not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{variable}={text!r} is not [host:]port, such as 9090 or 0.0.0.0:9090")
     return host, int(port)
+
+
+def read_link(variable: str, text: str) -> tuple[float, float]:
+    """Read a link's latency and bandwidth, as in ``100us,1Gbit/s``: seconds, and bytes a second.
+
+    Units are s, ms, us and ns, and bit/s or B/s with k, M, G or T.
+    """
+    found = _NAMED.fullmatch(text)
+    if found is not None and found[2] in _LATENCY and found[4] in _BANDWIDTH:
+        try:
+            latency = float(found[1]) * _LATENCY[found[2]]
+            bandwidth = float(found[3]) * _BANDWIDTH[found[4]]
+        except ValueError:
+            latency = bandwidth = -1.0
+        if 0 <= latency < math.inf and 0 < bandwidth < math.inf:
+            return latency, bandwidth
+    raise ValueError(
+        f"{variable}={text!r} names no link: give the latency and the bandwidth between hosts, as"
+        f" in {variable}=100us,1Gbit/s (s, ms, us or ns; kbit/s, Mbit/s, Gbit/s, kB/s, MB/s or"
+        f" GB/s), or {variable}={MEASURE}"
+    )
 
 
 def _positive(variable: str, text: str) -> None:
@@ -121,7 +152,7 @@ _RINGLET: dict[str, Variable] = {
         "tensors on a GPU go through host memory even over NCCL ([GPUs](gpu.md))",
     ),
     "LINK": Variable(
-        _anything,
+        lambda variable, text: text in ("", MEASURE) or read_link(variable, text),
         ENGINE,
         "unknown",
         "`latency,bandwidth` between hosts, such as `100us,1Gbit/s`, or `measure`: chooses "

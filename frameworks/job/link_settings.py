@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,40 +20,17 @@ from ringlet.ring.communicator import Communicator, Topology
 from ringlet.ring.cost.link_probe import measure_links
 from ringlet.ring.errors import RingError
 from ringlet.ring.transports.hierarchical import by_host, two_levels
+from ringlet.ring.variables import MEASURE, read_link
 
 log = logging.getLogger("ringlet")
 
-MEASURE = "measure"
 _ROUNDS = 15
 _SECONDS = (0.15, 1.5)  # to fill a link for; the second where the first is too short for it
-_LATENCY = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_BANDWIDTH = {
-    f"{prefix}{unit}/s": factor / (8 if unit == "bit" else 1)
-    for unit in ("bit", "B")
-    for prefix, factor in {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
-}
-_NAMED = re.compile(r"\s*([0-9.e+-]+)\s*(\w+)\s*,\s*([0-9.e+-]+)\s*([\w/]+)\s*")
 
 
 def parse_link(text: str) -> Link:
-    """Read a latency and a bandwidth, as in ``"100us,1Gbit/s"``.
-
-    Units are s, ms, us and ns, and bit/s or B/s with k, M, G or T. Raises ValueError.
-    """
-    found = _NAMED.fullmatch(text)
-    if found is not None and found[2] in _LATENCY and found[4] in _BANDWIDTH:
-        try:
-            latency = float(found[1]) * _LATENCY[found[2]]
-            bandwidth = float(found[3]) * _BANDWIDTH[found[4]]
-        except ValueError:
-            latency = bandwidth = -1.0
-        if 0 <= latency < math.inf and 0 < bandwidth < math.inf:
-            return Link(latency, bandwidth)
-    raise ValueError(
-        f"RINGLET_LINK={text!r} names no link: give the latency and the bandwidth between hosts, as"
-        " in RINGLET_LINK=100us,1Gbit/s (s, ms, us or ns; kbit/s, Mbit/s, Gbit/s, kB/s, MB/s or"
-        f" GB/s), or RINGLET_LINK={MEASURE}"
-    )
+    """Read a latency and a bandwidth, as in ``"100us,1Gbit/s"``. Raises ValueError."""
+    return Link(*read_link("RINGLET_LINK", text))
 
 
 def measured_link(comm: Communicator, hosts: Sequence[str]) -> Link:

@@ -9,9 +9,10 @@ from typing import TypeVar
 from ringlet.fusion import Limits
 from ringlet.fusion.autotune.choice import ALL, names
 from ringlet.fusion.limits import DIVISORS, UNKNOWN
-from ringlet.job.link_settings import MEASURE, parse_link
+from ringlet.job.link_settings import parse_link
 from ringlet.metrics.switches import metrics_wanted
 from ringlet.ring.variables import (
+    MEASURE,
     OFF,
     ON,
     given,

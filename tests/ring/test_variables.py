@@ -42,6 +42,13 @@ def test_names_of_others_are_no_slips():
     assert unknown(kubernetes | others) == ["RINGLET_API_TOKEN"]
 
 
+def test_what_names_no_link_is_refused_before_anything_starts():
+    for text in ("", "measure", "100us,1Gbit/s"):
+        check({"RINGLET_LINK": text})
+    with pytest.raises(ValueError, match="RINGLET_LINK='foo' names no link: give the latency"):
+        check({"RINGLET_LINK": "foo"})
+
+
 @pytest.mark.parametrize(
     ("name", "text", "allowed"),
     [
