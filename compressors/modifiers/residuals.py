@@ -7,7 +7,7 @@ A state holds one of ``residual`` (float32), ``residual_bf16`` (the bits, int16)
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -297,11 +297,30 @@ def rescale(state: State, factor: float) -> None:
             bits[...] = near.clip(0, highest).astype("uint16") | (bits & 0x8000)
 
 
+def held_back(state: State, of_momentum: bool = False) -> Iterator[Any]:
+    """Yield what is held back in ``state``, and in the states in it, as float32 arrays.
+
+    Residuals, and ``v`` of momentum correction, which is in sums of it as well. Arrays may lie on a
+    GPU.
+    """
+    of_momentum = of_momentum or _shape(state, "u") == _shape(state, "v") != ()
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from held_back(value, of_momentum)
+    found = (wide(state), state.get("v") if of_momentum else None)
+    yield from (each for each in found if each is not None)
+
+
+def _shape(state: State, key: str) -> tuple[int, ...]:
+    """Return the shape of a flat array; () for what is none, such as a matrix of factors."""
+    shape: tuple[int, ...] = getattr(state.get(key), "shape", ())
+    return shape if len(shape) == 1 else ()
+
+
 def energy(state: State) -> float:
-    """Return the sum of squares of all residuals in ``state``, and in the states in it."""
-    total = sum((energy(value) for value in state.values() if isinstance(value, dict)), 0.0)
-    found: Any = wide(state)  # may lie on a GPU
-    if found is not None:
+    """Return the sum of squares of all that is held back in ``state``, and in the states in it."""
+    total = 0.0
+    for found in held_back(state):
         flat = found.reshape(-1)
         if isinstance(flat, np.ndarray):
             total += norms.energy(flat, Workspace())

@@ -557,10 +557,11 @@ def carrying_over(states: Sequence[ReduceGradientsState]) -> Iterator[None]:
 
 
 def residual_norm(state: Any) -> Any:
-    """Return the Euclidean norm (float32) of all residuals of this rank, inside ``jax.jit`` too.
+    """Return the Euclidean norm (float32) of what this rank holds back, inside ``jax.jit`` too.
 
     ``state`` is any pytree that holds ``ReduceGradientsState``, such as that of ``optax.chain``.
-    Residuals that are kept in fewer bits than float32 do not count.
+    That are residuals, but not those that are kept in fewer bits than float32, and what momentum
+    correction keeps of what it has not sent.
     """
     found = jax.tree_util.tree_leaves(state, is_leaf=_is_ours)
     residuals = [
@@ -569,9 +570,14 @@ def residual_norm(state: Any) -> Any:
         if _is_ours(one)
         for arrays in one.held.values()
         for key, array in arrays.items()
-        if key.rpartition("/")[2] == _RESIDUAL
+        if key.rpartition("/")[2] == ("v" if _is_of_momentum(arrays) else _RESIDUAL)
     ]
     return jnp.sqrt(sum((jnp.vdot(array, array) for array in residuals), jnp.zeros(())))
+
+
+def _is_of_momentum(arrays: Mapping[str, Any]) -> bool:
+    """Whether momentum correction has made a tensor's arrays; matrices so called are factors."""
+    return all(key in arrays and arrays[key].ndim == 1 for key in ("u", "v"))
 
 
 def _is_ours(value: Any) -> bool:

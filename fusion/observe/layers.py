@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors import NoCompression, Workspace
-from ringlet.compressors.modifiers.residuals import plain, wide
+from ringlet.compressors.modifiers.residuals import held_back, plain, wide
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.recording.events import ObservedBucket
@@ -82,10 +82,13 @@ def residual_norm(member: Member) -> float | None:
     For a piece that is what was held back of it before it was sent, not of its sums.
     """
     state = plain(dict(_on_host(member.state, member.place)))
-    if member.whole is not None and isinstance(held := state.get("residual"), np.ndarray):
-        state = {"residual": held[member.start : member.start + member.numel]}
-    energies = list(_energies(state))
-    return math.sqrt(sum(energies)) if energies else None
+    if member.whole is not None:
+        own = slice(member.start, member.start + member.numel)
+        arrays = {key: state.get(key) for key in ("residual", "u", "v")}
+        pieces = {key: held[own] for key, held in arrays.items() if isinstance(held, np.ndarray)}
+        state = pieces or state
+    norms = [_norm(held) for held in held_back(state)]
+    return math.hypot(*norms) if norms else None
 
 
 def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) -> float | None:
@@ -114,16 +117,6 @@ def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) ->
         lost = residual
     target = _norm(decoded + lost)
     return _norm(lost) / target if target > 0 else 0.0
-
-
-def _energies(state: Mapping[str, Any]) -> list[float]:
-    found: list[float] = []
-    for key, value in plain(dict(state)).items():
-        if isinstance(value, Mapping):
-            found += _energies(value)
-        elif key == "residual" and isinstance(value, np.ndarray):
-            found.append(_norm(value) ** 2)
-    return found
 
 
 def _norm(x: Any) -> float:

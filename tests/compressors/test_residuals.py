@@ -245,6 +245,18 @@ def test_norms_see_them(dtype):
     assert energy({"step": 3, **state, "stage2.1": dict(state)}) == pytest.approx(2 * exact)
 
 
+def test_norms_see_what_momentum_correction_has_not_sent():
+    for spec, of_momentum in (("topk | momentum_correction", True), ("topk | ef21", False)):
+        state = {}
+        simulate(parse(spec), [normal(0)], [state])
+        exact = float(np.square(state.get("v", ()), dtype=np.float64).sum())
+        assert (exact > 0) == of_momentum
+        of_sum = {"v": state["v"]} if of_momentum else {"sum": state["worker"]}
+        assert energy({**state, "stage2.1": of_sum}) == pytest.approx(2 * exact)
+    factors = {"u": np.ones((4, 4), np.float32), "v": np.ones((4, 4), np.float32)}  # a plugin's
+    assert energy(factors) == 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_is_allocated_after_the_first_step(dtype):
     c, state, workspace = parse(f"int8 | ef(dtype={dtype!r})"), {}, Workspace()

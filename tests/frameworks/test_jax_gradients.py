@@ -127,6 +127,13 @@ def case_names():
     assert np.isclose(hvd.residual_norm(chained), own)
     assert own > 0
     assert float(hvd.residual_norm(optax.EmptyState())) == 0
+    corrected = hvd.reduce_gradients("topk | momentum_correction")
+    _, state = trained(jax.jit(corrected.update), corrected.init(gradients(0)), range(2))
+    kept = [
+        array for arrays in state.held.values() for key, array in arrays.items() if key[-1] == "v"
+    ]
+    assert np.isclose(hvd.residual_norm(state), own := np.linalg.norm(np.concatenate(kept)))
+    assert own > 0
     listed = hvd.reduce_gradients("int8 | ef").init([jnp.ones(2000), (jnp.ones(3000), None)])
     assert sorted(listed.held) == ["0", "1/0"]
     shapes = jax.eval_shape(transformation.init, gradients(0))

@@ -89,20 +89,24 @@ def test_the_relative_error_is_that_of_what_was_sent_and_measuring_changes_nothi
         records = []
         if sample:
             engine.metrics.start([Callback(records.append)], sample_every=1, network=False)
-        group, states = declare(engine, {"a": "topk(ratio=0.1) | ef", "r": "int8 | ef"})
+        specs = {"a": "topk(ratio=0.1) | ef", "r": "int8 | ef"}
+        specs |= {"m": "topk(ratio=0.1) | momentum_correction"}
+        group, states = declare(engine, specs)
         out = train(engine, group, 3)
         time.sleep(0.2)
-        return out, [s["residual"].tobytes() for s in states], records
+        return out, [s["v" if "v" in s else "residual"].tobytes() for s in states], records
 
     plain = with_engines(2, lambda engine: body(engine, False))
     watched = with_engines(2, lambda engine: body(engine, True))
     assert [r[:2] for r in plain] == [r[:2] for r in watched]
     (layers, *_) = [r for r in watched[0][2] if r["kind"] == "layers"]
     layer = next(each for each in layers["layers"] if each["name"] == "a")
+    of_momentum = next(each for each in layers["layers"] if each["name"] == "m")
     x = np.random.default_rng([0, 0]).standard_normal(N).astype(np.float32)
     lost = np.sort(np.abs(x))[: N - N // 10]
     assert layer["relative_error"] == pytest.approx(np.linalg.norm(lost) / np.linalg.norm(x), 1e-4)
     assert layer["residual_norm"] == pytest.approx(np.linalg.norm(lost), 1e-4)
+    assert of_momentum["residual_norm"] > 0
 
 
 def test_abandoned_steps_are_counted_and_told():
