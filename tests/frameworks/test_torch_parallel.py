@@ -561,6 +561,31 @@ def case_hsdp_refuses_ranks_that_hold_other_shards():
     hvd.compress_hsdp(halves, "int8", two["replicate"].get_group())
 
 
+def case_hsdp_refuses_another_version_of_a_plugin():
+    """Its spec is the same."""
+    started()
+    mesh = two_levels()
+    own, odd = sharded(mesh["shard"]), hvd.rank() >= hvd.size() // 2
+
+    class Plain(Compressor):
+        def traits(self):
+            return Traits(fixed_size=True)
+
+        def layout(self, n):
+            return (Part("values", "float32", n),)
+
+        def compress(self, x, ctx):
+            return {"values": x.copy()}
+
+        def decompress(self, payload, out, ctx):
+            out[...] = payload["values"]
+
+    with mock.patch.object(hsdp, "edition", return_value=f"plain of source {int(odd)}"):
+        hvd.compress_hsdp(own, Plain(), mesh["replicate"].get_group())
+        with pytest.raises(Mismatch, match=r"versions of the plugin differ.* source 0.* source 1"):
+            own(batches(1)[0]).sum().backward()
+
+
 def case_fsdp2_another_spec_on_one_rank():
     """Payloads of both have the same length, and one can be taken for the other."""
     started()

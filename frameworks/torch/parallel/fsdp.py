@@ -16,13 +16,12 @@ import torch.distributed as dist
 
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.core.context import State
-from ringlet.compressors.specs.edition import edition
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.shared.compression import as_compressor
 from ringlet.torch.ops.entry_points import public
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.fsdp_params import levels
-from ringlet.torch.parallel.fsdp_transport import Ways, labelled, sharded_modules
+from ringlet.torch.parallel.fsdp_transport import Ways, described, labelled, sharded_modules
 
 if TYPE_CHECKING:
     from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
@@ -120,7 +119,7 @@ def compress_fsdp(
         check_scatterable,
     )
 
-    told = _told(compressor) + (f", gather={_told(gathering)}" if gathers else "")
+    told = described(compressor) + (f", gather={described(gathering)}" if gathers else "")
     ways = Ways(told, module, [each for _, each in modules], gathers=gathers)
     scatters = not isinstance(compressor, NoCompression)
     if scatters:
@@ -150,9 +149,3 @@ def compress_fsdp(
             with suppress(ValueError):
                 each.set_custom_reduce_scatter(CheckedReduceScatter(each, ways))
     return FsdpState(made, ways)
-
-
-def _told(compressor: Compressor) -> str:
-    """Return what ranks are to have alike of a compressor."""
-    plugin = edition(compressor)
-    return f"{compressor} ({plugin})" if plugin else str(compressor)

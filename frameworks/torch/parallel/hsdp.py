@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
+from ringlet.compressors.specs.edition import edition
 from ringlet.fusion import CompressionFailed, Engine, Request
 from ringlet.fusion.requests.handle import Handle
 from ringlet.job.process_sets import InvalidArgument
@@ -38,7 +39,7 @@ from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
 from ringlet.torch.parallel.fsdp_params import Reduced, held, lengths, levels, reduced, span_key
-from ringlet.torch.parallel.fsdp_transport import Ways, labelled, sharded_modules
+from ringlet.torch.parallel.fsdp_transport import Ways, described, labelled, sharded_modules
 from ringlet.torch.parallel.group_runtimes import check_group, watched
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
@@ -119,7 +120,7 @@ class ReplicaAverage:
             self.places[name] = place
             request = Request(
                 name, "allreduce", dtype, shape, ReduceOp.AVERAGE, spec, place=place,
-                loaded=self.loaded,
+                loaded=self.loaded, edition=edition(self.compressor),
             )  # fmt: skip
             items.append((request, values[start:stop], None, self.compressor))
             start = stop
@@ -253,7 +254,7 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     finalizer.atexit = False
     atexit.register(leave)
     known = [each for _, each in modules]
-    made, ways = [], Ways(str(compressor), module, known, "compress_hsdp")
+    made, ways = [], Ways(described(compressor), module, known, "compress_hsdp")
     for name, each in labelled(modules):
         made.append(ReplicaAverage(engine, compressor, name, each, ways))
         each.set_all_reduce_hook(made[-1])
