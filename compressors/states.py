@@ -25,7 +25,7 @@ from ringlet.compressors.lowrank.powersgd import LowRank
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.modifiers.ef21 import EF21
 from ringlet.compressors.modifiers.hadamard import Hadamard
-from ringlet.compressors.modifiers.residuals import broken, check, forget, plain, widen
+from ringlet.compressors.modifiers.residuals import broken, check, forget, held_back, plain, widen
 from ringlet.compressors.modifiers.residuals import rescale as rescale_narrow
 from ringlet.compressors.sparsifiers.randomk import RandomK
 from ringlet.compressors.specs.parser import parse
@@ -202,6 +202,15 @@ def owed(
     What is of sums is owed once, and may be part of any rank's residual, in whose units it is.
     """
     return own(_with_parts(plain(state), compressor, size, average, postscale), compressor)
+
+
+def of_gradient(
+    state: State, compressor: Compressor, size: int, average: bool, postscale: float = 1.0
+) -> Any:
+    """Return what is ``owed`` in units of this rank's gradient, flat; None where nothing is."""
+    found = next(held_back(owed(state, compressor, size, average, postscale)), None)
+    unit = postscale / (_share(compressor, size) if average else 1.0)
+    return None if found is None else found * np.float32(unit)
 
 
 def shared(state: State, compressor: Compressor) -> list[str]:

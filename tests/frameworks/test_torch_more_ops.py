@@ -325,6 +325,29 @@ def case_sparse_gradients_large_and_small():
             _embedding(sparse_as_dense, rows)
 
 
+def case_what_the_first_step_holds_back_of_sparse_gradients_goes_along_with_the_second():
+    """From then on they travel as rows, and nothing would ever be added to a residual."""
+    for spec in ("topk(ratio=0.001) | ef", "int8 | ef", "int4 | ef(dtype='bf16')"):
+        for options in ({}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}):
+            table = torch.nn.Embedding(20_000, 8, sparse=True)
+            named = [*table.named_parameters(prefix="table")]
+            inner = torch.optim.SGD(table.parameters(), lr=1.0)
+            optimizer = hvd.DistributedOptimizer(inner, named, spec, **options)
+            got = torch.zeros(20_000, 8)
+            numbers = torch.rand(3, 40, 8, generator=torch.Generator().manual_seed(hvd.rank()))
+            for step in range(3):
+                optimizer.zero_grad()
+                tokens = torch.arange(40) * (hvd.rank() + 1)
+                (table(tokens) * numbers[step]).sum().backward()
+                optimizer.step()
+                got += table.weight.grad.to_dense()
+                assert (optimizer.residual_norm() > 0) == (step == 0)
+            sent = torch.zeros(20_000, 8).index_add_(0, tokens, numbers.sum(0))
+            wanted = hvd.allreduce(sent, op=options.get("op", hvd.Average))
+            few = 1e-2 if "bf16" in spec else 1e-5
+            torch.testing.assert_close(got, wanted, rtol=few, atol=few, msg=spec)
+
+
 def case_sparse_gradients_unused_on_some_ranks():
     table, head = torch.nn.Embedding(20_000, 8, sparse=True), torch.nn.Linear(8, 1)
     model = torch.nn.ModuleList([table, head])

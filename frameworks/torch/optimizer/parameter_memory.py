@@ -15,10 +15,18 @@ from typing import Any
 import torch
 
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression, Router
-from ringlet.compressors.states import carry_over, counts_in_common, prescale, rescale
+from ringlet.compressors.states import (
+    bare,
+    carry_over,
+    counts_in_common,
+    of_gradient,
+    prescale,
+    rescale,
+)
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.callers import outside
+from ringlet.ring.dtypes import Array
 from ringlet.shared.memory import Memory, at_work
 from ringlet.shared.residual_store import is_own, remembered
 from ringlet.torch.optimizer import checkpoint
@@ -97,6 +105,17 @@ class ParameterMemory(Memory):
         if str(changed) != str(self.changed):
             self.change(self._first if changed is None else changed)
             self.changed = changed
+
+    def take_owed(self, name: str) -> Array | None:
+        """Return what is held back of a parameter's gradient, flat, and remember nothing of it."""
+        state = self.states[name]
+        if bare(state):
+            return None
+        with self.lock, at_work():
+            found: Array | None = of_gradient(state, self.compressor_of(name), *self._reduction)
+            for key in state.keys() - {"step"}:
+                del state[key]
+        return found
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -691,9 +691,9 @@ class Reducer:
             self._submit(due, name)
 
     def _gather(self, name: str, p: torch.Tensor) -> None:
-        """Gather the rows of a sparse gradient."""
+        """Gather the rows of a sparse gradient, with what was held back while it was dense."""
         self._begin()
-        self._rows.gather(name)
+        self._rows.gather(name, owed=self.memory.take_owed(name))
         if p.grad is not None:
             self._handed.note(name, p.grad)
 

@@ -11,6 +11,7 @@ import torch
 
 from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.dtypes import Array
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
@@ -46,8 +47,11 @@ class SparseGradients:
         """Return what is still to be gathered in this step."""
         return [name for name in self.dims if name not in self._gathering]
 
-    def gather(self, name: str, nothing: bool = False) -> None:
-        """Hand in a gradient: no rows where ``nothing`` of it was used on this rank."""
+    def gather(self, name: str, nothing: bool = False, owed: Array | None = None) -> None:
+        """Hand in a gradient: no rows where ``nothing`` of it was used on this rank.
+
+        With what is ``owed`` of it, flat.
+        """
         p = self._parameters[name]
         if is_still(p):
             self._still[name] = p.grad
@@ -55,6 +59,9 @@ class SparseGradients:
         if grad is None or not grad.is_sparse:
             dense = torch.zeros_like(p) if grad is None else grad
             grad = dense.to_sparse(self.dims[name])
+        if owed is not None:
+            more = torch.as_tensor(owed, device=p.device).reshape(p.shape).to(grad.dtype)
+            grad = grad.detach() + more.to_sparse(self.dims[name])
         label = f"{self._label}.{name}"
         self._gathering[name] = sparse_allreduce_async(grad, label, self._op, self._process_set)
 
