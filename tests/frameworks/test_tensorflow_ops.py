@@ -308,6 +308,7 @@ def case_gradients():
         (lambda x: hvd.grouped_allreduce([x, x * 0], op=hvd.Sum)[0], total),
         (lambda x: hvd.allgather(x), total / size),
         (lambda x: hvd.grouped_allgather([x])[0], total / size),
+        (lambda x: hvd.grouped_allgather([x, x > 0, tf.range(3)])[0], total / size),
         (lambda x: hvd.broadcast(x, 0), total / size if rank == 0 else 0.0),
         (lambda x: hvd.reducescatter(x, op=hvd.Sum)[: size * 2], None),
     ]

@@ -209,7 +209,11 @@ def _allgather(
 
     def backward(grads: list[Any], sizes: Any) -> list[Any]:
         again = None if name is None else f"{name}.grad"
-        averaged = _averaged(grads, again, process_set)
+        wanted = [i for i, grad in enumerate(grads) if grad.dtype.is_floating]
+        averaged = list(grads)  # of integers and booleans, which have no gradient, they are zeros
+        means = _averaged([grads[i] for i in wanted], again, process_set)
+        for i, mean in zip(wanted, means, strict=True):
+            averaged[i] = mean
         rank = process_set.rank()
         firsts, counts = tf.reduce_sum(sizes[:, :rank], axis=1), sizes[:, rank]
         return [g[firsts[i] : firsts[i] + counts[i]] for i, g in enumerate(averaged)]
