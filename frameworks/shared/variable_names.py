@@ -33,8 +33,13 @@ def alike(name: str, other: str) -> bool:
 
 
 def identity(variable: Any) -> int:
-    """Return what tells variables apart: that of TensorFlow's own inside a Keras variable."""
-    return id(getattr(variable, "_value", variable))
+    """Return what tells variables apart: that of TensorFlow's own, or torch's, in a Keras variable.
+
+    On JAX there is none inside: a Keras variable has another array after each step, or None.
+    """
+    inside = getattr(variable, "_value", None)
+    lasts = hasattr(inside, "assign") or hasattr(inside, "requires_grad_")
+    return id(inside if lasts else variable)
 
 
 def cohorts(variables: Sequence[Any], groups: int | Sequence[Sequence[Any]] | None) -> list[str]:
