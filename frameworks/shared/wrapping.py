@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 # Of each optimizer what it was wrapped as last: whoever wraps it again takes over from that.
@@ -35,10 +35,10 @@ def refuse_wrapped(optimizer: object, mixins: type | tuple[type, ...]) -> None:
 
 
 class Original:
-    """What ``wrapped`` was given, and its attributes at that time."""
+    """What ``wrapped`` was given, and its attributes at that time; ``spared`` are none of it."""
 
-    def __init__(self, original: Any) -> None:
-        self._original, self._given = original, dict(vars(original))
+    def __init__(self, original: Any, spared: Container[str] = ("name",)) -> None:
+        self._original, self._given, self._spared = original, dict(vars(original)), spared
 
     def take_back(self, made: Any) -> None:
         """Give the original what ``made`` has set since, such as momenta, and it has not itself."""
@@ -46,7 +46,7 @@ class Original:
         for key, value in vars(made).items():
             given = self._given.get(key, _NOTHING)
             changed = value is not given and own.get(key, _NOTHING) is given
-            if changed and key != "name" and not key.startswith("_ringlet"):
+            if changed and key not in self._spared and not key.startswith("_ringlet"):
                 own[key] = value
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+from collections import defaultdict
 from operator import is_
 
 import pytest
@@ -292,6 +293,48 @@ def test_adasum_refuses_what_it_cannot_compress_at_once():
             model = network()
             steps(model, wrap(model, op=hvd.Adasum, compression=spec))
             assert hvd.replicas_equal(model.state_dict())
+
+    ranks(work)
+
+
+class _Counting(torch.optim.SGD):
+    """As an optimizer does that keeps something beside its state."""
+
+    taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_and_what_wraps_it_are_one_whatever_replaces_state_and_groups():
+    def fresh():
+        model = network()
+        original = _Counting(model.parameters(), lr=1.0, momentum=0.9)
+        return model, original, hvd.DistributedOptimizer(original, model.named_parameters())
+
+    def again(model, original):
+        return hvd.DistributedOptimizer(original, model.named_parameters())
+
+    def work():
+        model, original, first = fresh()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+        steps(model, first)
+        second = again(model, original)
+        assert second.taken == first.taken > 0
+        hvd.broadcast_optimizer_state(second)  # which loads it
+        steps(model, second)
+        scheduler.step()
+        assert second.param_groups[0]["lr"] == original.param_groups[0]["lr"] == 0.5
+        second.state = defaultdict(dict)  # begin anew
+        assert not again(model, original).state
+        model, original, first = fresh()
+        steps(model, first)
+        state = copy.deepcopy(original.state_dict())
+        state["param_groups"][0]["lr"] = 0.25
+        original.load_state_dict(state)
+        assert first.param_groups[0]["lr"] == 0.25
+        assert first.state is original.state
 
     ranks(work)
 

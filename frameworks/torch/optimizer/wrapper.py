@@ -22,7 +22,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.shared.residual_store import remembered
-from ringlet.shared.wrapping import refuse_wrapped, wrapped
+from ringlet.shared.wrapping import Original, last_made, note_made, refuse_wrapped, wrapped
 from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
@@ -46,10 +46,9 @@ _masters: weakref.WeakKeyDictionary[torch.optim.Optimizer, Masters] = weakref.We
 class _Distributed:
     """What DistributedOptimizer adds to the class of the optimizer that it wraps."""
 
-    state: Any
     _ringlet: Reducer
     _ringlet_original: Any
-    _ringlet_groups: list[dict[str, Any]]
+    _ringlet_given: Original
     _ringlet_synchronized: bool
     _ringlet_implied: bool
     _ringlet_skip: bool
@@ -79,6 +78,27 @@ class _Distributed:
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._ringlet_groups = groups
 
+    # Both are the original's, wherever they are replaced: loading does so, and a scheduler that was
+    # made for it, or for a former wrapper, goes on setting what is stepped on.
+
+    @property
+    def _ringlet_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._ringlet_original.param_groups
+        return groups
+
+    @_ringlet_groups.setter
+    def _ringlet_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._ringlet_original.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's, by parameter."""
+        return self._ringlet_original.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._ringlet_original.state = state
+
     @property
     def _ringlet_due(self) -> bool:
         """Whether gradients of the step at hand are to be waited for, perhaps of other ranks."""
@@ -90,9 +110,9 @@ class _Distributed:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch hands over what it loaded, and writes to __dict__, where a property hides it.
         state = dict(state)
-        groups = state.pop("param_groups", None)
-        if groups is not None:
-            self._ringlet_groups = groups
+        for name in ("param_groups", "state"):
+            if (loaded := state.pop(name, None)) is not None:
+                setattr(self, name, loaded)
         inner: Any = super()
         inner.__setstate__(state)
 
@@ -319,9 +339,6 @@ class _Distributed:
             self._ringlet_masters.load_state_dict(masters)
             self._ringlet.memory.rescale(self._scale_now() / before)
         take_mark(self._ringlet_groups)
-        # Loading replaces both; a scheduler made for the original goes on setting its groups.
-        self._ringlet_original.param_groups = self._ringlet_groups
-        self._ringlet_original.state = self.state
 
     def _step_alone(self) -> Any:
         """Take the wrapped optimizer's step."""
@@ -399,6 +416,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named = name_parameters(held, named_parameters)
     check_policy(policy, named, options.op)
     check_wire(policy, options.router.compressors)
+    if (before := last_made(optimizer)) is not None:
+        before._ringlet_given.take_back(before)
+    given = Original(optimizer, spared=("step",))  # which a scheduler has wrapped on the instance
     if options.op is ReduceOp.ADASUM:
         distributed: Any = wrapped(optimizer, AdasumMixin)
         distributed.__dict__.update(AdasumMixin.prepared(named, options))
@@ -406,13 +426,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         made = _reduction_of(optimizer, named, options, masters_before)
         distributed = wrapped(optimizer, _Distributed)
         distributed.__dict__.update(made)
-        distributed.__dict__.pop("param_groups", None)
-        distributed._ringlet_groups = optimizer.param_groups
+        for shared in ("param_groups", "state"):
+            distributed.__dict__.pop(shared, None)
         distributed._ringlet_synchronized = distributed._ringlet_implied = False
         distributed._ringlet_skip = distributed._ringlet_stepping = False
     # A scheduler made for the original has wrapped its step on the instance; ours must be found.
     distributed.__dict__.pop("step", None)
-    distributed._ringlet_original = optimizer
+    distributed._ringlet_original, distributed._ringlet_given = optimizer, given
+    note_made(optimizer, distributed)
     result: Opt = distributed
     return result
 
