@@ -18,7 +18,6 @@ from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import DTYPES, flat
-from ringlet.shared.compression import as_compressor
 from ringlet.shared.model_agreement import common_names, equal_on_all_ranks, unique
 from ringlet.shared.variable_names import name_of
 
@@ -44,7 +43,7 @@ def allreduce(
         op=op,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
-        compression=as_compressor(compression),
+        compression=compression,
     )
 
 

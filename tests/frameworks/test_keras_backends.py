@@ -116,6 +116,19 @@ def main():
     print("residuals and models", flush=True)
 
     assert float(hvd.allreduce(float(rank))) == (size - 1) / 2
+
+    class Halves:
+        """A compressor of Horovod's kind."""
+
+        @staticmethod
+        def compress(tensor):
+            return tensor / 2, None
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            return tensor * 2
+
+    assert float(hvd.allreduce(float(rank), compression=Halves)) == (size - 1) / 2
     assert hvd.allgather(np.array([rank])).tolist() == list(range(size))
     assert float(hvd.broadcast(float(rank), 1)) == 1.0
     assert hvd.reducescatter(np.ones(size), op=hvd.Sum).tolist() == [size]
