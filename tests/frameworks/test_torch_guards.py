@@ -297,6 +297,25 @@ def test_adasum_refuses_what_it_cannot_compress_at_once():
     ranks(work)
 
 
+def test_a_rank_without_backward_has_part_in_the_step_behind_one_that_a_scaler_has_skipped():
+    def work():
+        model = network()
+        optimizer = wrap(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(model(torch.full((1, 8), torch.inf)).sum()).backward()
+        scaler.step(optimizer)  # which it does not call
+        scaler.update()
+        model.zero_grad(set_to_none=False)
+        if hvd.rank() == 0:
+            scaler.scale(model(torch.ones(1, 8)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(p.grad.any() for p in model.parameters() if p.grad.numel() > 1)
+        assert hvd.replicas_equal(model.state_dict())
+
+    ranks(work)
+
+
 class _Counting(torch.optim.SGD):
     """As an optimizer does that keeps something beside its state."""
 

@@ -22,6 +22,14 @@ def of_scaler(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get("self"), torch.amp.GradScaler)
 
 
+def cycle_of(frame: FrameType) -> object:
+    """Return what a GradScaler in ``frame`` keeps of optimizers until its ``update``, another then.
+
+    None for what keeps nothing, or not where torch's does.
+    """
+    return getattr(frame.f_locals.get("self"), "_per_optimizer_states", None)
+
+
 class RefusesScaler:
     """Part of an optimizer that reduces in ``step``: RuntimeError for a GradScaler, if not alone.
 

@@ -29,7 +29,7 @@ from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.lost_memory import mark, take_mark, warn_of_loaded_too_early
 from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
 from ringlet.torch.optimizer.reducer import NO_COPY, Reducer
-from ringlet.torch.optimizer.scaler_looks import RefusesScaler, of_scaler
+from ringlet.torch.optimizer.scaler_looks import RefusesScaler, cycle_of, of_scaler
 from ringlet.torch.precision.masters import PRECISION_KEY, Masters, going_on, scale_in
 from ringlet.torch.precision.policy_checks import acts, check_policy, check_wire
 
@@ -51,6 +51,7 @@ class _Distributed:
     _ringlet_given: Original
     _ringlet_synchronized: bool
     _ringlet_implied: bool
+    _ringlet_cycle: object  # of the GradScaler that has looked last
     _ringlet_skip: bool
     _ringlet_stepping: bool  # whether the wrapped optimizer is at work, and takes its groups
     _ringlet_masters: Masters | None
@@ -62,16 +63,23 @@ class _Distributed:
         It does so to unscale them, and must see what all ranks agree on. Raises RuntimeError where
         ``precision`` has brought masters or a loss scale, of which a GradScaler knows nothing.
         """
-        masters = self._ringlet_masters
-        if (self._ringlet_due or masters is not None) and of_scaler(sys._getframe(1)):
+        masters, frame = self._ringlet_masters, sys._getframe(1)
+        looks = self._ringlet_due or self._ringlet_implied or masters is not None
+        if looks and of_scaler(frame):
             if masters is not None:
                 raise RuntimeError(
                     "this optimizer's precision has masters or a loss scale of its own: call "
                     "optimizer.scale(loss).backward() and optimizer.step(), without a GradScaler. "
                     "A GradScaler goes together with precision='amp_bf16', or none"
                 )
-            self._ringlet.synchronize(self._ringlet_groups)
-            self._ringlet_implied = True
+            cycle = cycle_of(frame)
+            if (
+                cycle is not None and cycle is not self._ringlet_cycle
+            ):  # it has skipped the step that was taken
+                self._ringlet_implied = False
+            if self._ringlet_due:
+                self._ringlet.synchronize(self._ringlet_groups)
+                self._ringlet_implied, self._ringlet_cycle = True, cycle
         return self._ringlet_groups
 
     @param_groups.setter
@@ -430,6 +438,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             distributed.__dict__.pop(shared, None)
         distributed._ringlet_synchronized = distributed._ringlet_implied = False
         distributed._ringlet_skip = distributed._ringlet_stepping = False
+        distributed._ringlet_cycle = None
     # A scheduler made for the original has wrapped its step on the instance; ours must be found.
     distributed.__dict__.pop("step", None)
     distributed._ringlet_original, distributed._ringlet_given = optimizer, given
