@@ -318,8 +318,10 @@ def case_a_checkpoint_of_another_policy_keeps_to_the_chosen_scale():
         optimizer.step()
         assert torch.allclose(optimizer.master_parameters()[0], torch.tensor(3 - 1 / 64), atol=0.02)
     _, autocast = made("amp_fp16", torch.float32)
+    state["param_groups"][0]["lr"] = 0.5
     with pytest.raises(ValueError, match="this policy has none"):
         autocast.load_state_dict(state)
+    assert autocast.param_groups[0]["lr"] == 1.0  # nothing of it was loaded
 
 
 def case_what_is_written_after_synchronize_is_taken_over():

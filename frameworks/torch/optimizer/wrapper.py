@@ -342,6 +342,8 @@ class _Distributed:
             raise ValueError("no 'param_groups': this is not what an optimizer's state_dict() gave")
         inner: Any = super()
         masters, before = state_dict.pop(PRECISION_KEY, None), self._scale_now()
+        if self._ringlet_masters is not None and masters is not None:
+            self._ringlet_masters.check(masters)  # before anything is loaded
         inner.load_state_dict(state_dict)
         if self._ringlet_masters is not None and masters is not None:
             self._ringlet_masters.load_state_dict(masters)

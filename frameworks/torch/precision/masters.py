@@ -211,11 +211,8 @@ class Masters:
         masters = {name: master.detach() for name, (_, master) in self.pairs.items()}
         return {"masters": masters, "scale": self.scale.state_dict(), "skipped": self.skipped}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Overwrite masters, model and scale; ValueError if the masters are others' ones.
-
-        Where a policy without masters has saved, masters follow what is loaded into the model.
-        """
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the masters in a ``state``, if any, are those there are here."""
         saved = state["masters"]
         if saved and saved.keys() != self.pairs.keys():
             odd = sorted(saved.keys() ^ self.pairs.keys())
@@ -223,6 +220,13 @@ class Masters:
             raise ValueError(
                 f"the checkpoint's master weights are of other parameters: {odd[:3]}{reason}"
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Overwrite masters, model and scale with a ``state`` that fits: see ``check``.
+
+        Where a policy without masters has saved, masters follow what is loaded into the model.
+        """
+        saved = state["masters"]
         self.scale = self.scale.loaded(state["scale"])
         self.skipped = int(state["skipped"])
         self._tell()
