@@ -27,6 +27,7 @@ _SENT_S = 0.3  # for what a rank had sent before it was lost
 _LOOK_S = 0.5  # between two looks whether connections still stand that exchanges need
 _LOOKS = 3  # in a row that found one ended: gloo tells of most, and what had come is worked on
 _LEAVING_S = 10.0  # how long to wait until the coordinator has heard the goodbye
+_LONGEST_S = 3600.0  # of one wait: some say "never" with more than poll takes, 24 days
 
 
 class Announcements:
@@ -175,9 +176,10 @@ class Loop:
         if worker.complete or worker.pipeline.ready or self._life.closing:
             return 0.0
         patience = self._requester.patience(self._check_every)
-        if worker.pipeline.busy:
-            return _LOOK_S if patience is None else min(patience, _LOOK_S)
-        return patience
+        if patience is None and not worker.pipeline.busy:
+            return None
+        longest = _LOOK_S if worker.pipeline.busy else _LONGEST_S
+        return longest if patience is None else min(patience, longest)
 
     def _look_at_connections(self) -> None:
         """Raise PeerLost where an exchange can never end: gloo does not tell of every message.

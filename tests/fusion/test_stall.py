@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from engines import with_engines
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +34,18 @@ def test_warns_once_per_period_and_forgets_what_went_on():
     text, over = inspector.inspect(waiting)
     assert over
     assert "35 s" in text
+
+
+@pytest.mark.parametrize("limits", [{"stall_warning": 1e12}, {"cycle_time": 1e15}])
+def test_whoever_says_never_with_a_huge_number_is_not_looked_for_without_an_end(limits):
+    def body(engine):
+        values = np.ones(4, np.float32)
+        handle = engine.submit(Request("x", shape=(4,)), values)
+        time.sleep(0.2)  # the engine's thread waits for company, and for stalls, meanwhile
+        handle.wait(20)
+        return values.tolist()
+
+    assert with_engines(2, body, **limits) == [[1.0] * 4] * 2
 
 
 def test_ranks_that_wait_for_each_other_are_told_of_as_a_circle():
