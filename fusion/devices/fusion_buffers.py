@@ -31,7 +31,7 @@ class BufferPool:
     def reserve(self, nbytes: int) -> None:
         """Hold at least ``nbytes`` in reserve, if there is memory; mostly they stay untouched."""
         if nbytes > self._reserve.size:
-            with suppress(MemoryError):
+            with suppress(MemoryError, ValueError):  # the latter for more than any machine has
                 self._reserve = self._allocate(nbytes)
 
     @property

@@ -33,6 +33,15 @@ def test_the_pool_gives_up_what_lies_unused_first(monkeypatch):
     assert pool._idle == 0
 
 
+def test_no_reserve_is_had_of_more_than_any_machine_has():
+    def body(engine):
+        values = np.ones(4, np.float32)
+        engine.submit(Request("x", shape=(4,)), values).wait(20)
+        return values.tolist()
+
+    assert with_engines(2, body, fusion_threshold=10**30) == [[1.0] * 4] * 2
+
+
 def test_small_buffers_beside_large_ones_cost_no_memory_in_every_step():
     pool = BufferPool()
     for step in range(4):
