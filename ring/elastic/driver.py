@@ -234,7 +234,9 @@ class Driver:
                 what = "engine" if self._engine is not None else "discovery script"
                 raise LaunchError(f"the {what} has named no host {within}")
             wait = min(self._discovery.patience(now) or 0.0, limit - now)
-            if select.select([self._signals], [], [], wait)[0]:
+            poll = select.poll()  # which takes descriptors above 1023, too
+            poll.register(self._signals, select.POLLIN)
+            if poll.poll(1000 * wait):
                 self._forwarded += self._signals.arrived()
             if self._forwarded:
                 return None

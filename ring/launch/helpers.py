@@ -89,6 +89,12 @@ class Helpers:
             self.noise = None
 
     def _heard(self) -> str:
-        while self.noise is not None and select.select([self.noise], [], [], 0)[0]:
+        while self.noise is not None and _can_be_read(self.noise):
             self.listen()
         return self._said.decode(errors="replace").strip()
+
+
+def _can_be_read(file: BinaryIO) -> bool:
+    poll = select.poll()  # which takes descriptors above 1023, too
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))

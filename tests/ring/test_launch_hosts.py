@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -267,6 +268,29 @@ def test_a_host_that_does_not_answer(ringlet: Begin, mark: str, transport: str) 
     assert job.returncode == 2
     assert b" on 127.0.0.2 did not start: 3 s have passed since `sh -c sleep 1000 127.0" in err
     until(lambda: not marked(mark))
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ({"hosts": "127.0.0.2:1", "rsh": "sh -c 'sleep 1000'", "start_timeout": 1}, "1 s have"),
+        ({"host_discovery_script": "exit 3", "elastic_timeout": 0.5, "np": 1}, "has named no host"),
+    ],
+    ids=["fixed", "elastic"],
+)
+def test_a_program_with_more_descriptors_than_select_takes_hears_why_nothing_starts(
+    where: dict[str, Any], said: str
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with pytest.raises(LaunchError, match=said):
+            run(print, transport="gloo", network_interface="lo", **where)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_remote_shell_that_is_not_there(ringlet: Begin, mark: str) -> None:
