@@ -17,6 +17,7 @@ from ringlet.ring.hosts.forwarding import START
 from ringlet.ring.hosts.hosts import bare
 
 AGENT = [sys.executable, "-P", "-m", "ringlet.ring.launch.agent"]
+LONGEST = 3600.0  # seconds for a connection of ssh's: some say "never" with more than it takes
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Reach:
             if not words:
                 raise LaunchError("--rsh is an empty command")
             return words
-        wait = max(1, int(self.start_timeout))
+        wait = max(1, int(min(self.start_timeout, LONGEST)))
         words = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={wait}"]
         if self.ssh_port is not None:
             words += ["-p", str(self.ssh_port)]

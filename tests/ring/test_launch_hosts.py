@@ -108,6 +108,7 @@ def test_the_remote_shell() -> None:
     reach = Reach(ssh_port=2222, ssh_identity_file="key", start_timeout=9.5)
     words = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=9", "-p", "2222", "-i", "key"]
     assert reach.shell() == words
+    assert "ConnectTimeout=3600" in Reach(start_timeout=1e10).shell()  # ssh refuses such numbers
     assert Reach(rsh="ssh -p 22").shell() == ["ssh", "-p", "22"]
     for wrong in (Reach(rsh="ssh", ssh_port=2), Reach(rsh="ssh 'x"), Reach(rsh=" ")):
         with pytest.raises(LaunchError, match="--rsh"):
