@@ -34,6 +34,7 @@ from ringlet.fusion.observe.timeline_control import Timelines
 from ringlet.fusion.process_set import levels_of
 from ringlet.fusion.queue.requester import Requester
 from ringlet.fusion.recording.stats import Stats
+from ringlet.fusion.requests.callers_locks import Lock, lent
 from ringlet.fusion.requests.handle import Expected, Handle, Output, Work
 from ringlet.fusion.requests.legality import check_request, check_values, usable
 from ringlet.fusion.requests.request import Request, dumps
@@ -284,13 +285,24 @@ class Engine:
         self._call("process set", m.REMOVE_SET + dumps(number))
 
     def shutdown(self) -> None:
-        """End the thread and close the control plane; idempotent. What is in flight fails."""
-        if self._life.running:
-            self.extensions.last_calls()
-        if self._life.close() and not self._life.forked:
-            self._control.wake()
-            self._thread.join()
+        """End the thread and close the control plane; idempotent. What is in flight fails.
+
+        A signal's handler may call this, whatever it interrupts: another call of this, too.
+        """
+        with lent(self._locks()):  # the thread needs them, to end
+            if self._life.running:
+                self.extensions.last_calls()
+            self._life.close()
+            if self._life.forked:
+                return
+            if self._thread.is_alive():
+                self._control.wake()
+                self._thread.join()
             self._control.close()
+
+    def _locks(self) -> list[Lock]:
+        """Return what callers hold for moments, and the engine's thread takes as well."""
+        return [self._life.lock, self._tensor_queue.lock, self._signal.lock, *self._worker.locks]
 
     def _call(self, key: Hashable, message: bytes) -> Any:
         """Send ``message`` and return what its answer brings."""

@@ -17,7 +17,7 @@ class Lifetime:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.closing = False
         self.direct = True
         self.error: Exception | None = None

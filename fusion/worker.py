@@ -37,6 +37,7 @@ from ringlet.fusion.queue.tensor_queue import TensorQueue
 from ringlet.fusion.recording.events import Observer
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.recording.watched_communicator import unwatched
+from ringlet.fusion.requests.callers_locks import Lock
 from ringlet.fusion.requests.handle import Expected, Signal
 from ringlet.fusion.requests.request import Request, dumps, loads
 from ringlet.ring.communicator import Communicator
@@ -163,6 +164,11 @@ class Worker:
         members = [member for group in groups for member in group.members.values()]
         found = {str(member.compressor) for member in members}
         return sorted(found | self.requests.specs)
+
+    @property
+    def locks(self) -> list[Lock]:
+        """Those of declared groups. From any thread."""
+        return [group.lock for group in list(self._groups.values())]
 
     def member(self, request: Request, compressor: Compressor, state: State) -> Member:
         """Return ``request`` as a member of buckets."""

@@ -119,8 +119,8 @@ class Group(BucketOwner):
         self.unplanned: BaseException | None = None  # why the step at hand has the plan of the last
         self._plan([member.at(step) for member in members])
         self._ready, self._abandoned = ready, abandoned
-        self._lock = threading.Lock()
-        self._ended = threading.Condition(self._lock)
+        self.lock = threading.RLock()  # held while members are handed in, and a step ends
+        self._ended = threading.Condition(self.lock)
         self._observed = False  # whether somebody observes
         self._retunes: list[Retune] = []
         self._failures: dict[int, Exception] = {}  # by turn: steps that `wait` has not told of
@@ -216,7 +216,7 @@ class Group(BucketOwner):
         complete: list[int] = []
         epoch = self.epoch
         try:
-            with self._lock:
+            with self.lock:
                 self._told = False
                 if (self._failures or self._broken) and self._error is not None:
                     return
@@ -233,7 +233,7 @@ class Group(BucketOwner):
         costs less than to submit each when it comes, and no bucket waits longer. ``due`` returns
         what is left.
         """
-        with self._lock:
+        with self.lock:
             now, whole = self._now, False
             self._told, now.begun = False, True
             now.noted.append(name)
@@ -246,7 +246,7 @@ class Group(BucketOwner):
 
     def due(self) -> list[str]:
         """Return the members that were noted, and are not yet to be submitted."""
-        with self._lock:
+        with self.lock:
             return self._due()
 
     def _due(self) -> list[str]:
@@ -291,7 +291,7 @@ class Group(BucketOwner):
 
     def missing(self) -> list[str]:
         """Return the members not yet submitted in this step, in order of declaration."""
-        with self._lock:
+        with self.lock:
             submitted = self._now.submitted
             if len(submitted) == len(self.members):
                 return []
@@ -323,13 +323,13 @@ class Group(BucketOwner):
 
     def disown(self) -> None:
         """Note, between steps, that the last one's results are not used, nor to be compared."""
-        with self._lock:
+        with self.lock:
             for bucket in self.buckets:
                 bucket.digest = 0
 
     def restart(self, step: int) -> None:
         """Go on at ``step``; between steps, and on all ranks alike."""
-        with self._lock:
+        with self.lock:
             if self.in_step:
                 raise RuntimeError(f"group {self.title!r} cannot go on at another step in mid-step")
             self.step = step
@@ -340,7 +340,7 @@ class Group(BucketOwner):
 
     def acknowledge(self) -> None:
         """Note that the caller begins a new step: ``abandon`` gives that one up."""
-        with self._lock:
+        with self.lock:
             self._told = False
 
     def abandon(self, why: str) -> bool:
@@ -400,7 +400,7 @@ class Group(BucketOwner):
         All ranks are told at one point of the order in which steps end and fail, so that they find
         the same one.
         """
-        with self._lock:
+        with self.lock:
             ended = self.turn if self._now.unfinished == 0 else self.turn - 1
             due = max([ended, *self._failures]) + 2  # a rank may have begun the one before
             self._plan_from(due, limits.fusion_threshold, limits.hierarchical)
@@ -411,7 +411,7 @@ class Group(BucketOwner):
         ``biggest`` is what the rank without memory told of its own plan: this rank may be some
         failed steps behind it, where buckets are larger.
         """
-        with self._lock:
+        with self.lock:
             last = Retune(turn, self._threshold, self._hierarchical)
             last = self._retunes[-1] if self._retunes else last
             threshold = max(1, min(last.threshold, biggest) // 2)
@@ -424,13 +424,13 @@ class Group(BucketOwner):
 
     def retire(self) -> None:
         """Let the step at hand go, which has ended or was not begun: the caller is gone."""
-        with self._lock:
+        with self.lock:
             if self.in_step:
                 self._collect(self.turn, 0.0)
 
     def note_times(self, on: bool) -> None:
         """Note from now on when members are handed in, or stop that."""
-        with self._lock:
+        with self.lock:
             if on != self._observed:
                 self._now.handed_in.clear()
                 self._observed = on
@@ -449,7 +449,7 @@ class Group(BucketOwner):
 
         What is left of its residuals still takes part.
         """
-        with self._lock:
+        with self.lock:
             bucket = self.buckets[index]
             if bucket.phantom or bucket.missing != len(bucket.members):
                 return False
@@ -462,7 +462,7 @@ class Group(BucketOwner):
 
     def bucket_done(self, index: int) -> None:
         """Count a bucket whose outputs are filled."""
-        with self._lock:
+        with self.lock:
             bucket = self.buckets[index]
             if bucket.phantom:
                 bucket.phantom = False
@@ -482,7 +482,7 @@ class Group(BucketOwner):
         Submissions of the failed step are dropped. The step may be one that this rank has not
         begun: others can be ahead by steps that failed.
         """
-        with self._lock:
+        with self.lock:
             self.epoch += 1
             here = turn == self.turn and self._now.unfinished > 0
             if turn is None or (not here and turn <= self.turn):
@@ -500,7 +500,7 @@ class Group(BucketOwner):
 
     def pass_over(self) -> None:
         """Let failed steps go by in which this rank, which has joined, had nothing of its own."""
-        with self._lock:
+        with self.lock:
             while not self.in_step and self._failures.pop(self.turn, None) is not None:
                 self._begin()
 

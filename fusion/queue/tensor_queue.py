@@ -22,7 +22,7 @@ class TensorQueue:
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._queue: list[Work] = []
         self._in_flight: dict[Hashable, Work] = {}
         self._of_group: dict[Hashable, int] = {}  # how many members of a group are
@@ -56,7 +56,7 @@ class TensorQueue:
     def add_one(self, work: Work) -> bool:
         """Queue ``work``; see ``add``."""
         key = work.request.key
-        with self._lock:
+        with self.lock:
             if self._error is not None or key in self._in_flight or work.request.group:
                 self._admit([work])
             self._in_flight[key] = work
@@ -70,7 +70,7 @@ class TensorQueue:
         Raises DuplicateName, and queues none, if one of the names is in flight, or all of a group,
         or if two of ``works`` have one name.
         """
-        with self._lock:
+        with self.lock:
             self._admit(works)
             for work in works:
                 self._in_flight[work.request.key] = work
@@ -86,7 +86,7 @@ class TensorQueue:
 
     def drain(self) -> list[Work]:
         """Return the queue, and empty it."""
-        with self._lock:
+        with self.lock:
             works, self._queue = self._queue, []
             self.queued_bytes = 0
         return works
@@ -97,7 +97,7 @@ class TensorQueue:
 
     def complete(self, works: Sequence[Work]) -> None:
         """Let the callers of ``works`` go on; their names are free again."""
-        with self._lock:
+        with self.lock:
             for work in works:
                 self._forget(work)
                 work.complete()
@@ -108,7 +108,7 @@ class TensorQueue:
 
     def refuse(self, key: Hashable, error: Exception) -> None:
         """End what is in flight under a name with ``error``."""
-        with self._lock:
+        with self.lock:
             work = self._in_flight.get(key)
             if work is not None:
                 self._forget(work)
@@ -119,7 +119,7 @@ class TensorQueue:
 
     def refuse_set(self, process_set: int, error: Exception) -> None:
         """End what is in flight in a process set with ``error``."""
-        with self._lock:
+        with self.lock:
             in_flight = self._in_flight.values()
             works = [work for work in in_flight if work.request.process_set == process_set]
             for work in works:
@@ -132,13 +132,13 @@ class TensorQueue:
     def fail(self, works: Iterable[Work], error: Exception) -> None:
         """End ``works`` with ``error``."""
         for work in works:
-            with self._lock:
+            with self.lock:
                 self._forget(work)
             work.finish(error)
 
     def close(self, error: Exception) -> None:
         """End everything, now and later, with ``error``."""
-        with self._lock:
+        with self.lock:
             self._error = error
             works = list(self._in_flight.values())
             self._in_flight.clear()

@@ -27,21 +27,21 @@ class Signal:
 
     def __init__(self, hurry: Callable[[], None]) -> None:
         self._hurry = hurry
-        self._condition = threading.Condition()
+        self.lock = threading.Condition()
         self._waiting = 0
 
     def wait(self, handle: Handle, timeout: float | None) -> bool:
         """Wait until ``handle`` is done; return whether it is."""
         self._hurry()
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._condition:
+        with self.lock:
             self._waiting += 1
             try:
                 while not handle.done():
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         return False
-                    self._condition.wait(left)
+                    self.lock.wait(left)
             finally:
                 self._waiting -= 1
         return True
@@ -50,8 +50,8 @@ class Signal:
         """Let waiting callers look again."""
         # Whoever begins to wait now says so first and then looks whether its handle is done.
         if self._waiting:
-            with self._condition:
-                self._condition.notify_all()
+            with self.lock:
+                self.lock.notify_all()
 
 
 class Handle:

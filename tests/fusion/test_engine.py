@@ -17,6 +17,9 @@ from ringlet.fusion import (
     Limits,
     Request,
 )
+from ringlet.fusion.buckets import group as groups
+from ringlet.fusion.queue.tensor_queue import TensorQueue
+from ringlet.fusion.worker import Worker
 from ringlet.ring import Mismatch, PeerLost, ReduceOp
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.transports.local import LocalCommunicator, run_local
@@ -487,6 +490,61 @@ def test_submitting_after_shutdown_is_an_error(first):
         return True
 
     assert all(with_engines(2, body))
+
+
+@pytest.mark.parametrize("where", ["a group's lock", "the queue's lock", "the lifetime's lock"])
+def test_a_handler_can_shut_down_whatever_it_interrupts(where, monkeypatch):
+    """As SIGTERM's of a batch system: the engine's thread needs the locks that are held there."""
+    holder, name = {
+        "a group's lock": (groups, "lies_well"),
+        "the queue's lock": (TensorQueue, "_admit"),
+        "the lifetime's lock": (Worker, "expect"),
+    }[where]
+    engines = {}
+
+    def interrupted(*args):
+        engines[threading.get_ident()].shutdown()
+        raise SystemExit  # as the handler does
+
+    def body(engine):
+        engines[threading.get_ident()] = engine
+        declared = engine.declare("g", [Request("y", shape=(4,))], [parse("none")], [{}])
+        monkeypatch.setattr(holder, name, interrupted)
+        values, request = np.ones(4, np.float32), Request("x", shape=(4,))
+        call = {
+            groups: lambda: declared.submit("y", values),
+            TensorQueue: lambda: engine.submit_all([(request, values, None, None)]),
+            Worker: lambda: engine.add_process_set([0]),
+        }[holder]
+        with pytest.raises(SystemExit):
+            call()
+        return not engine._thread.is_alive()
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append(with_engines(1, body)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found == [[True]]
+
+
+def test_who_shuts_down_second_waits_for_the_end_too():
+    """Else the communicator would be closed under what the first has promised."""
+
+    def body(engine):
+        ending, go_on = threading.Event(), threading.Event()
+        engine.extensions.when_over(lambda: (ending.set(), go_on.wait(60)))
+        both = [threading.Thread(target=engine.shutdown) for _ in range(2)]
+        both[0].start()
+        assert ending.wait(60)
+        both[1].start()
+        both[1].join(0.2)
+        waits = both[1].is_alive()
+        go_on.set()
+        for thread in both:
+            thread.join(60)
+        return waits
+
+    assert with_engines(1, body) == [True]
 
 
 def test_a_rank_that_leaves_fails_those_who_wait_for_it():
