@@ -74,18 +74,37 @@ class Engine:
         check_every = shortest / 4 if leads and self.size > 1 and shortest else None
         self._coordinator = coordinator
         self._control = open_control(comm, coordinator)
+        try:
+            self._begin(limits, places, network, check_every)
+        except BaseException as error:
+            # The others are on their way, and would wait for as long as this process lives.
+            with suppress(RingError):
+                self._control.send(m.BROKEN + dumps(in_words(error)))
+            self._control.close()
+            raise
+
+    def _begin(
+        self,
+        limits: Limits,
+        places: Sequence[Place],
+        network: Network | None,
+        check_every: float | None,
+    ) -> None:
+        """Start the thread, and all that it works with."""
         self._life = Lifetime()
         self._requester = Requester(self._control, limits)
         self._tensor_queue, self._signal = self._requester.tensor_queue, self._requester.signal
-        self._worker = Worker(comm, self._control, limits, self._tensor_queue, self._signal, places)
+        self._worker = Worker(
+            self.comm, self._control, limits, self._tensor_queue, self._signal, places
+        )
         life = self._life
         self.extensions = Extensions(
-            comm, self._control, self._worker, self._expected, life.note_each
+            self.comm, self._control, self._worker, self._expected, life.note_each
         )
         self.timelines = Timelines(self.extensions)
         self.metrics = MetricsControl(self.extensions, network)
         self.tuning = LimitsControl(self.extensions, self._worker, self._use)
-        if leads and limits.autotune:
+        if self.rank == 0 and limits.autotune:
             self.tuning.start(limits)
         self._loop = Loop(
             self._control, self._worker, self._requester, self.extensions, life, check_every

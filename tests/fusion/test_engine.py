@@ -547,6 +547,28 @@ def test_who_shuts_down_second_waits_for_the_end_too():
     assert with_engines(1, body) == [True]
 
 
+def test_an_engine_that_cannot_be_made_on_one_rank_is_told_to_the_others(tmp_path):
+    """That rank's program may go on, such as in a debugger."""
+    limits = Limits(autotune="cycle_time", autotune_log=str(tmp_path / "nowhere" / "log"))
+    told = threading.Event()
+
+    def rank_main(comm):
+        if comm.rank == 0:
+            with pytest.raises(FileNotFoundError):
+                Engine(comm, open_control, limits)
+            assert told.wait(60)
+            return ""
+        engine = Engine(comm, open_control, limits)
+        with pytest.raises(EngineClosed) as caught:
+            engine.submit(Request("x", shape=(1,)), np.zeros(1, np.float32)).wait(20)
+        told.set()
+        engine.shutdown()
+        return str(caught.value)
+
+    _, text = run_local(rank_main, 2)
+    assert text.startswith("the engine broke on rank 0: FileNotFoundError: ")
+
+
 def test_a_rank_that_leaves_fails_those_who_wait_for_it():
     def body(engine):
         if engine.rank == 1:
