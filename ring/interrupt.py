@@ -98,19 +98,33 @@ class Connections:
                 self._known[descriptor], self._ends[descriptor] = identity, (own, other)
                 os.set_inheritable(descriptor, False)
 
-    def introduce(self, ends: Sequence[Iterable[tuple[End, End]]]) -> None:
+    def introduce(self, ends: Sequence[Iterable[tuple[End, End]]], own: int) -> None:
         """Learn who is at the other ends, from what ``ends`` returned on every rank, by rank.
 
-        Where addresses are translated on the way they stay unknown.
+        Rank ``own`` is this one. Where addresses are translated on the way they stay unknown; else
+        what the program's threads have opened meanwhile is left to them, such as a connection
+        between two of them, whose end would be taken for a rank's.
         """
         found = {
             (_end(there), _end(here)): rank
             for rank, pairs in enumerate(ends)
             for here, there in pairs
+            if rank != own
         }
         for descriptor, pair in self._ends.items():
             if pair in found:
                 self._ranks[descriptor] = found[pair]
+        networks = max(1, len(self._listening))
+        others = [rank for rank in range(len(ends)) if rank != own]
+        if all(len(self.to(rank)) >= networks for rank in others):
+            self._forget_others()
+
+    def _forget_others(self) -> None:
+        """Keep what leads to ranks alone, and whoever has come to the ports."""
+        ports = {port for _, port in self._ports.values()}
+        for descriptor, (here, _) in list(self._ends.items()):
+            if descriptor not in self._ranks and here[1] not in ports:
+                del self._known[descriptor], self._ends[descriptor]
 
     def to(self, rank: int) -> list[int]:
         """Return the descriptors of the connections to ``rank``."""

@@ -72,7 +72,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
             here = json.dumps([socket.gethostname(), connections.ends(), connections.trips()])
             told = map(json.loads, self.allgather_bytes(here.encode()))
             hosts, ends, trips = zip(*told, strict=True)
-            connections.introduce(ends)
+            connections.introduce(ends, rank)
             self._spread = len(set(hosts)) == size
             nearest, farthest = nearest_and_farthest(ends, trips)
             self._nearest, self._delay = nearest / 2, min(LONGEST, farthest / 2)

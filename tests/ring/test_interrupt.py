@@ -71,8 +71,8 @@ def test_strangers_who_have_connected_do_not_say_how_far_ranks_are() -> None:
 def test_ranks_learn_who_is_at_the_other_end(pair: Pair) -> None:
     near, one, far, other = pair
     ends = [near.ends(), [], far.ends()]
-    near.introduce(ends)
-    far.introduce(ends)
+    near.introduce(ends, 0)
+    far.introduce(ends, 2)
     assert near.to(2) == [one.fileno()]
     assert far.to(0) == [other.fileno()]
     assert near.to(1) == near.severed() == far.severed() == []
@@ -82,9 +82,35 @@ def test_ranks_learn_who_is_at_the_other_end(pair: Pair) -> None:
     assert far.severed() == [0]
 
 
+def test_what_the_programs_threads_open_meanwhile_is_left_to_them() -> None:
+    """A connection between two of them, and one to elsewhere: neither leads to a rank."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def connection() -> tuple[socket.socket, socket.socket]:
+            one = stack.enter_context(socket.create_connection(listener.getsockname()))
+            return one, stack.enter_context(listener.accept()[0])
+
+        with watched() as near:
+            own, within, elsewhere = connection(), connection(), connection()
+        with watched() as far:
+            other = stack.enter_context(socket.socket(fileno=os.dup(own[1].fileno())))
+        own[1].close()
+        elsewhere[1].close()
+        near.introduce([near.ends(), far.ends()], 0)
+        assert near.to(1) == [own[0].fileno()]
+        for end in within:
+            end.close()
+        assert near.severed() == []
+        near.interrupt()
+        assert other.recv(1) == b""
+        assert elsewhere[0].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+        assert elsewhere[0].send(b"x") == 1
+
+
 def test_what_was_closed_has_ended_whoever_has_the_number_now(pair: Pair) -> None:
     near, one, far, _ = pair
-    near.introduce([[], far.ends()])
+    near.introduce([[], far.ends()], 0)
     number = one.fileno()
     one.close()
     another = os.open(os.devnull, os.O_RDONLY)
@@ -103,7 +129,7 @@ def test_what_is_closed_while_it_is_looked_at_has_ended(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, taken: bool
 ) -> None:
     near, one, far, _ = pair
-    near.introduce([[], far.ends()])
+    near.introduce([[], far.ends()], 0)
     number, copy, nothing = one.fileno(), os.dup, os.open(os.devnull, os.O_RDONLY)
 
     def closing(descriptor: int) -> int:
@@ -124,7 +150,7 @@ def test_what_is_closed_while_it_is_looked_at_has_ended(
 def test_without_a_descriptor_left_connections_stand_and_can_be_ended(pair: Pair) -> None:
     """Else a rank that has opened too many files would tell that it has lost all others."""
     near, one, far, other = pair
-    near.introduce([[], far.ends()])
+    near.introduce([[], far.ends()], 0)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # those that are open stay
     try:
@@ -143,7 +169,7 @@ def test_without_a_descriptor_left_connections_stand_and_can_be_ended(pair: Pair
 
 def test_addresses_that_nobody_knows_name_nobody(pair: Pair) -> None:
     near, _, _, _ = pair
-    near.introduce([[(("10.0.0.1", 1), ("10.0.0.2", 2))], []])
+    near.introduce([[(("10.0.0.1", 1), ("10.0.0.2", 2))], []], 1)
     near.interrupt()
     assert near.severed() == []
 
