@@ -198,7 +198,7 @@ def _agree(
         return
     comm, said = lane(first + 2), list[bytes]()
     text = "" if failure is None else _told(comm.origin[comm.rank], failure)
-    yield Wire(lambda: said.extend(comm.allgather_bytes(text.encode())))
+    yield Wire(lambda: said.extend(comm.allgather_bytes(text.encode(errors="backslashreplace"))))
     told = [words.decode() for words in said]
     witness = min(
         (rank for rank, words in enumerate(told) if words), key=lambda rank: told[rank][0]

@@ -159,7 +159,8 @@ class KvStore:
         for beginning, why in self._refused.items():
             if any(name.startswith(beginning) and name not in self._values for name in names):
                 visitor.waiting = None
-                visitor.channel.send(Kind.ANSWER, pack(REFUSED, number, [why.encode()]))
+                told = why.encode(errors="backslashreplace")  # a rank's text may be no Unicode
+                visitor.channel.send(Kind.ANSWER, pack(REFUSED, number, [told]))
                 return
 
     def _do(self, op: Op, fields: list[bytes]) -> tuple[bytes, bool]:

@@ -1,6 +1,7 @@
 """Ranks in processes that somebody else has placed: numbering, the store, and lent workers."""
 
 import contextlib
+import json
 import os
 import pickle
 import subprocess
@@ -15,7 +16,7 @@ from ringlet.ring.errors import LaunchError, PeerLost
 from ringlet.ring.functions import WorkerFailed
 from ringlet.ring.placed.embedded import embedded
 from ringlet.ring.placed.ranking import Standing, standings
-from ringlet.ring.placed.store_server import StoreServer
+from ringlet.ring.placed.store_server import FAILED, StoreServer
 from ringlet.ring.placed.ticket import tickets
 from ringlet.ring.wire.kv_client import Client
 from ringlet.ring.wire.kv_store import Op
@@ -89,6 +90,18 @@ def test_a_worker_is_one_rank_at_a_time():
 def test_a_key_is_not_shown():
     with StoreServer(1) as server:
         assert server.key.hex() not in repr(tickets(server, ["n"]))
+
+
+def test_what_a_rank_has_failed_of_is_told_whatever_characters_are_in_it():
+    """Such as of a file's name that is no UTF-8."""
+    with StoreServer(2) as server:
+        key = bytes.fromhex(tickets(server, ["n", "n"])[0].key)
+        with contextlib.closing(Client(server.address, key, 0)) as other:
+            with contextlib.closing(Client(server.address, key, 1)) as failed:
+                why = "ValueError: cannot read caf\udce9.txt"
+                failed.ask(Op.SET, FAILED.encode(), json.dumps([1, why]).encode())
+            with pytest.raises(PeerLost, match=r"rank 1 has failed: .* read caf\\udce9.txt"):
+                other.ask(Op.GET, b"what it would have left", timeout=20)
 
 
 class Workers:

@@ -109,6 +109,13 @@ class FailsToSum(Int8Codec):
         raise KeyError("boom")
 
 
+class FailsWithoutUnicode(Int8Codec):
+    """As of a file whose name is no UTF-8."""
+
+    def encode_into(self, part, out):
+        raise ValueError("caf\udce9")
+
+
 class Short(Int8Codec):
     def __init__(self, values, parts):
         super().__init__(values, parts, shorten=True)
@@ -148,6 +155,23 @@ def test_a_codec_that_fails_is_one_error_everywhere_and_no_output_is_touched(
     results = run_local(failing, len(hosts))
     assert len(set(results)) == 1  # and the communicator still serves
     assert text in results[0][0]
+
+
+def test_a_text_that_is_no_unicode_is_told_all_the_same():
+    def failing(comm):
+        two, n = two_levels(comm, "aabb"), 90
+        counts = even_counts(n, two.local.size)
+        shard = shard_of(two, counts, True, FailsWithoutUnicode if comm.rank == 2 else Int8Codec)
+        with pytest.raises(ProtocolError) as caught:
+            run(
+                two_level(
+                    lambda _: two, gradient(comm.rank, n, 0), np.empty(n, np.float32), counts, shard
+                )
+            )
+        return str(caught.value)
+
+    (text,) = set(run_local(failing, 4))
+    assert text == "the codec of rank 2 failed on its host's sum: ValueError: caf\\udce9"
 
 
 def ramp(n):
