@@ -85,10 +85,11 @@ class State(ABC):
         """
         changed = self._hosts_have_changed()
         self.save()
-        if epochs.is_elastic() and (norm := self.held_back()) is not None:
-            if self._copies is not None:
+        if epochs.is_elastic():
+            if self._copies is not None:  # on all ranks, whatever each of them knows of its own
                 self._copies.send()
-            epochs.tell_held(norm, self._copies is not None)
+            if (norm := self.held_back()) is not None:
+                epochs.tell_held(norm, self._copies is not None)
         if changed:
             self._let_ranks_change()
 

@@ -19,6 +19,7 @@ from ringlet.job import elastic
 from ringlet.job.process_sets import InvalidArgument, ProcessSet
 from ringlet.job.residual_copies import Copy, packed, shift, takers, unpacked
 from ringlet.ring.collectives.checksum import checksum
+from ringlet.ring.rendezvous import epochs as epochs_of_job
 
 pytest.importorskip("torch")
 
@@ -190,6 +191,24 @@ def test_an_optimizer_of_some_ranks_is_refused():
 
     with pytest.raises(InvalidArgument, match=r"reduces over ProcessSet\(.*ranks=\[0, 1\]"):
         elastic.run(redundancy=1)(lambda state: None)(Some())
+
+
+@pytest.mark.parametrize("norm", [None, 2.0])
+def test_copies_are_sent_at_each_commit_whatever_a_rank_knows_of_the_norm(norm, monkeypatch):
+    """A state of one's own need not know it, and all ranks take part."""
+
+    class Own(elastic.ObjectState):
+        def held_back(self):
+            return norm
+
+    done = []
+    monkeypatch.setattr(epochs_of_job, "is_elastic", lambda: True)
+    monkeypatch.setattr(epochs_of_job, "tell_held", lambda *told: done.append(told))
+    state = Own()
+    state._hosts_have_changed = lambda: False
+    state._copies = SimpleNamespace(send=lambda: done.append("sent"))
+    state.commit()
+    assert done == ["sent"] + [(norm, True)] * (norm is not None)
 
 
 # -- rules ------------------------------------------------------------------------------------
