@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ _NAME = rf"(?:{_WORD}@)?(?:\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\]|{_WORD})"
 _ENTRY = re.compile(rf"({_NAME})(?::([0-9]{{1,6}}))?")
 _SLOTS = re.compile(r"([A-Za-z-]+)\s*=\s*(\S+)")
 
+# Addresses that are for documents alone.
+_NOBODYS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 MOST = 4096  # ranks of a host, where nobody says how many ranks there are
 
@@ -102,11 +105,30 @@ def is_here(name: str, resolve: bool = True) -> bool:
     if name in ("localhost", "127.0.0.1", "[::1]", own, own.partition(".")[0]):
         return True
     address = address_of(name) if resolve else None
-    if address is None:
+    return address is not None and _is_own(address)
+
+
+def _is_own(address: str) -> bool:
+    """Whether an address is one of this host's."""
+    family = family_of(address)
+    if not _can_be_bound(address):
         return False
+    if not _can_be_bound(_NOBODYS[family]):
+        return True
+    # Any can, where net.ipv4.ip_nonlocal_bind is set: a host sends to itself from the very address.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing: it only finds the route
+        except OSError:
+            return False
+        source = ipaddress.ip_address(str(probe.getsockname()[0]).partition("%")[0])
+    return source.is_loopback or source == ipaddress.ip_address(address.partition("%")[0])
+
+
+def _can_be_bound(address: str) -> bool:
     try:
         with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))  # only an address of this host can be bound
+            probe.bind((address, 0))
     except OSError:
         return False
     return True

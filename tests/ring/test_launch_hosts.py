@@ -7,6 +7,7 @@ import os
 import resource
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -142,6 +143,16 @@ def test_interfaces() -> None:
     assert is_here("localhost")
     assert not is_here("127.0.0.2", resolve=False)
     assert is_here("127.0.0.2")
+
+
+def test_other_hosts_are_elsewhere_where_any_address_can_be_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with net.ipv4.ip_nonlocal_bind, which load balancers set."""
+    monkeypatch.setattr(socket.socket, "bind", lambda self, address: None)
+    assert is_here("127.0.0.2")
+    assert not is_here("198.51.100.7")
+    assert not is_here("[2001:db8::7]")
 
 
 # Real processes.
