@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,15 @@ class DuplicateName(RingError, ValueError):
 
 class EngineClosed(RingError):
     """The engine was shut down, or broke, or belongs to the parent of a forked process."""
+
+
+def refuse_forked(owner: int) -> None:
+    """Raise EngineClosed in a process that was forked from ``owner``, the engine's."""
+    if os.getpid() != owner:
+        raise EngineClosed(
+            "this process was forked after init; the engine lives in the parent. "
+            "Start workers with 'spawn', or call init in the child only"
+        )
 
 
 class BrokenElsewhere(Exception):

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 
-from ringlet.fusion.errors import EngineClosed
+from ringlet.fusion.errors import EngineClosed, refuse_forked
 from ringlet.ring.errors import again
 
 
@@ -36,11 +36,7 @@ class Lifetime:
 
     def check_open(self) -> None:
         """Raise what ended the engine, or EngineClosed."""
-        if self.forked:
-            raise EngineClosed(
-                "this process was forked after init; the engine lives in the parent. "
-                "Start workers with 'spawn', or call init in the child only"
-            )
+        refuse_forked(self._pid)
         if self.closing:
             raise EngineClosed("submitted after shutdown; call init again")
         if self.error is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from ringlet.fusion.buckets.bucket_owner import BucketOwner
 from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.fusion.devices.host import Mark, Place, collect
-from ringlet.fusion.errors import CompressionFailed, DuplicateName
+from ringlet.fusion.errors import CompressionFailed, DuplicateName, refuse_forked
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.planning.lookahead import pack
 from ringlet.fusion.planning.member import Member
@@ -121,6 +122,7 @@ class Group(BucketOwner):
         self._ready, self._abandoned = ready, abandoned
         self.lock = threading.RLock()  # held while members are handed in, and a step ends
         self._ended = threading.Condition(self.lock)
+        self._pid = os.getpid()
         self._observed = False  # whether somebody observes
         self._retunes: list[Retune] = []
         self._failures: dict[int, Exception] = {}  # by turn: steps that `wait` has not told of
@@ -315,8 +317,10 @@ class Group(BucketOwner):
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every bucket is reduced; then the next step may begin.
 
-        Raises what went wrong, the same on every rank, or TimeoutError after ``timeout`` seconds.
+        Raises what went wrong, the same on every rank, or TimeoutError after ``timeout`` seconds;
+        EngineClosed in a forked child.
         """
+        refuse_forked(self._pid)
         with self._ended:
             error, marks = self._collect(self.turn, timeout)
         _settle(marks, error)

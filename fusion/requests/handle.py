@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import numpy as np
 
 from ringlet.compressors import Compressor
 from ringlet.fusion.devices.host import Mark, collect
+from ringlet.fusion.errors import refuse_forked
 from ringlet.fusion.requests.request import Request
 from ringlet.ring.dtypes import Array
 
@@ -29,9 +31,11 @@ class Signal:
         self._hurry = hurry
         self.lock = threading.Condition()
         self._waiting = 0
+        self._pid = os.getpid()
 
     def wait(self, handle: Handle, timeout: float | None) -> bool:
-        """Wait until ``handle`` is done; return whether it is."""
+        """Wait until ``handle`` is done; return whether it is. EngineClosed in a forked child."""
+        refuse_forked(self._pid)
         self._hurry()
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.lock:

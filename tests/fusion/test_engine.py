@@ -1,5 +1,6 @@
 """The engine on in-process ranks: results, agreement, and what happens when things go wrong."""
 
+import os
 import threading
 
 import numpy as np
@@ -19,6 +20,7 @@ from ringlet.fusion import (
 )
 from ringlet.fusion.buckets import group as groups
 from ringlet.fusion.queue.tensor_queue import TensorQueue
+from ringlet.fusion.requests.handle import Handle
 from ringlet.fusion.worker import Worker
 from ringlet.ring import Mismatch, PeerLost, ReduceOp
 from ringlet.ring.control.opening import open_control
@@ -567,6 +569,27 @@ def test_an_engine_that_cannot_be_made_on_one_rank_is_told_to_the_others(tmp_pat
 
     _, text = run_local(rank_main, 2)
     assert text.startswith("the engine broke on rank 0: FileNotFoundError: ")
+
+
+@pytest.mark.parametrize("what", ["a group's step", "a handle"])
+def test_a_forked_child_does_not_wait_for_its_parents_engine(what):
+    """What was handed in before is the parent's."""
+
+    def body(engine):
+        group = engine.declare("g", [Request("y", shape=(1,))], [parse("none")], [{}])
+        waiting = group if what == "a group's step" else Handle("x", engine._signal)
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                waiting.wait(10)
+            except EngineClosed as error:
+                code = 0 if "was forked after init" in str(error) else 2
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert with_engines(1, body) == [0]
 
 
 def test_a_rank_that_leaves_fails_those_who_wait_for_it():
