@@ -9,10 +9,11 @@ from collections.abc import Callable
 from ringlet.ring.command.configuration_file import flags_of
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.log import LEVELS, check_level
+from ringlet.ring.variables import read_whole
 
 
 def _megabytes(text: str) -> str:
-    return str(round(float(_number(text)) * (1 << 20)))
+    return str(round(float(_number(str(float(text) * (1 << 20))))))
 
 
 def _number(text: str) -> str:
@@ -22,7 +23,7 @@ def _number(text: str) -> str:
 
 
 def _whole(text: str) -> str:
-    return str(int(_number(text)))
+    return str(read_whole("", text))
 
 
 def _level(text: str) -> str:

@@ -74,6 +74,17 @@ def test_a_flag_below_zero_is_named(capsys, flag):
     assert "takes a number of at least 0, not '-1'" in said
 
 
+def test_a_size_beyond_all_numbers_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "-np", "1", "--fusion-threshold-mb", "1e305", "true"])
+    assert "--fusion-threshold-mb (size of a fusion buffer, MiB) takes" in capsys.readouterr().err
+
+
+def test_a_flag_takes_whole_numbers_as_its_variable_does():
+    options = parser().parse_args(["-np", "1", "--cache-capacity", "1e6", "x"])
+    assert options.tunables == {"RINGLET_CACHE_CAPACITY": "1000000"}
+
+
 def test_the_table_is_what_the_parsers_say():
     script = runpy.run_path(str(ROOT / "docs" / "list_flags.py"))
     text = (ROOT / "docs" / "migrating-from-horovod.md").read_text()
