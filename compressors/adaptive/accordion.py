@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ringlet.compressors.base.contract import Compressor
@@ -16,7 +17,8 @@ class Accordion:
 
     Agarwal et al., "Accordion: adaptive gradient communication via critical learning regime
     identification", MLSys 2021. A regime is critical when the norm of the gradients accumulated
-    over an epoch changed by at least ``threshold`` of what it was, and in the first epoch.
+    over an epoch changed by at least ``threshold`` of what it was, and in the first epoch. So is
+    one whose norm is not finite, with which no other is compared.
     """
 
     low: Spec
@@ -31,6 +33,8 @@ class Accordion:
 
     def choose(self, norm: float) -> Compressor:
         """Return the compressor for the next epoch, given the norm of the one that ended."""
+        if not math.isfinite(norm):
+            return resolve(self.low)
         before, self._before = self._before, norm
         if before is None or before == 0.0:
             return resolve(self.low)

@@ -20,6 +20,13 @@ def test_accordion_compresses_little_in_critical_regimes():
         Accordion("int8", "int4", threshold=0)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_accordion_takes_an_overflow_for_a_critical_regime(bad):
+    accordion = Accordion("int8", "int4")
+    chosen = [accordion.choose(norm) for norm in (bad, 10.0, 9.0, bad, bad, 8.0, 2.0)]
+    assert chosen == [Int8(), Int8(), Int4(), Int8(), Int8(), Int4(), Int8()]
+
+
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(0, 10_000))
 @settings(max_examples=60)
 def test_the_plan_is_as_cheap_as_trying_them_all(layers, options, seed):
