@@ -36,7 +36,8 @@ def assign(
     ``gradients`` are float32 arrays by name, the same on every rank, in the tensors' shapes, by
     which low-rank compressors go; ``reference`` is always among the candidates, so there is a
     solution. The result is a mapping for ``compression=``. Raises OptionError where low-rank
-    compressors are given vectors alone, of which they send everything.
+    compressors are given vectors alone, of which they send everything, and where a gradient is not
+    finite.
     """
     if resolution < 1:
         raise OptionError(f"assign: resolution must be at least 1, got {resolution}")
@@ -49,6 +50,11 @@ def assign(
         )
     sizes, errors = [], []
     for name, gradient in gradients.items():
+        if not np.isfinite(gradient).all():
+            raise OptionError(
+                f"assign: the gradient of {name!r} is not finite, so that no errors can be "
+                "compared; give those of a step without an overflow"
+            )
         measured = [_measure(compressor, name, gradient) for compressor in chosen]
         sizes.append([size for size, _ in measured])
         errors.append([error for _, error in measured])

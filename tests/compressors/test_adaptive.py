@@ -121,6 +121,14 @@ def test_no_error_is_allowed_where_the_reference_makes_none():
     assert assign({"w": gradient}, ["int4"], "none") == {"w": parse("none")}
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_assign_refuses_gradients_that_are_not_finite(bad):
+    gradients = {f"layer{i}": np.ones((64, 64), np.float32) for i in range(4)}
+    gradients["layer2"][3, 3] = bad
+    with pytest.raises(OptionError, match=r"the gradient of 'layer2' is not finite"):
+        assign(gradients, ["int4", "topk"], "int8")
+
+
 def test_assign_of_nothing_is_nothing():
     assert assign({}, ["int8"], "int4") == {}
     with pytest.raises(OptionError, match="resolution"):
