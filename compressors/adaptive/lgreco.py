@@ -35,9 +35,9 @@ def assign(
     on all layers would give (to one part in ``resolution`` per layer), by dynamic programming.
     ``gradients`` are float32 arrays by name, the same on every rank, in the tensors' shapes, by
     which low-rank compressors go; ``reference`` is always among the candidates, so there is a
-    solution. The result is a mapping for ``compression=``. Raises OptionError where low-rank
-    compressors are given vectors alone, of which they send everything, and where a gradient is not
-    finite.
+    solution. Tensors below a compressor's ``min_size`` travel uncompressed, and count as such. The
+    result is a mapping for ``compression=``. Raises OptionError where low-rank compressors are
+    given vectors alone, of which they send everything, and where a gradient is not finite.
     """
     if resolution < 1:
         raise OptionError(f"assign: resolution must be at least 1, got {resolution}")
@@ -72,6 +72,8 @@ def _measure(compressor: Compressor, name: str, gradient: Array) -> tuple[float,
     are the mean of the last two, for ACP-SGD sends one factor and the other in turn.
     """
     x = np.ascontiguousarray(gradient, np.float32).reshape(-1)
+    if x.size < compressor.traits().min_size:  # as fusion.planning.strategy says
+        return float(x.nbytes), 0.0
     ctx = Context(name=name, shape=gradient.shape, numel=x.size)
     out, sent = np.empty_like(x), [0, 0]  # of the step before, and of this one
     traits = compressor.traits()

@@ -129,6 +129,17 @@ def test_assign_refuses_gradients_that_are_not_finite(bad):
         assign(gradients, ["int4", "topk"], "int8")
 
 
+def test_tensors_that_travel_uncompressed_cost_what_they_do():
+    bias = np.random.default_rng(0).standard_normal(512).astype(np.float32)
+    assert _measure(parse("topk(ratio=0.01)"), "bias", bias) == (2048, 0)
+    assert _measure(parse("topk(ratio=0.01) | min_size(0)"), "bias", bias)[0] < 100
+    # What a reference would lose of small tensors, if it compressed them, is nobody's to spend.
+    weight = np.random.default_rng(1).standard_normal(4096).astype(np.float32)
+    small = {f"bias{i}": 100 * bias for i in range(4)}
+    chosen = assign({"weight": weight} | small, ["topk(ratio=0.01)", "int8"], "int4")
+    assert chosen["weight"] == Int4()
+
+
 def test_assign_of_nothing_is_nothing():
     assert assign({}, ["int8"], "int4") == {}
     with pytest.raises(OptionError, match="resolution"):
