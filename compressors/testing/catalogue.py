@@ -23,6 +23,7 @@ from ringlet.compressors.testing.checks import (
 )
 from ringlet.compressors.testing.option_values import check_of_options
 from ringlet.compressors.testing.schedules import check_of_schedules
+from ringlet.compressors.testing.shapes import check_of_shapes
 from ringlet.compressors.testing.tools.named_check import Named
 
 
@@ -34,7 +35,8 @@ def all_checks() -> list[Named]:
         fed_back,
     )  # fmt: skip
     checks = _behind_needs([Named(c) for module in modules for c in module.CHECKS])
-    return [*checks, Named(check_of_schedules(checks)), Named(check_of_options(checks))]
+    further = (check_of_schedules, check_of_shapes, check_of_options)
+    return [*checks, *(Named(check_of(checks)) for check_of in further)]
 
 
 def _behind_needs(checks: list[Named]) -> list[Named]:

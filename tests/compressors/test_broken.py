@@ -588,6 +588,20 @@ CAUGHT = {
         "FloatIndicesOfMany": "large_tensors",
         "SmallSumsAreNothing": "sums_on_the_wire",
     },
+    "shaped": {
+        "CentresRows": "every_shape_and_name",
+        "EpsilonOfRows": "every_shape_keeps_promises",
+        "RowsWithoutNaN": "one_overflow_is_survived",
+        "RowsOfNothing": "every_shape_keeps_promises",
+        "OwnNoiseOfMatrices": "every_shape_keeps_promises",
+        "NearestOfMatrices": "every_shape_keeps_promises",
+        "ScratchByShape": "every_shape_and_name",
+        "TransposesSquares": "every_shape_keeps_promises",
+        "ChannelsLast": "every_shape_keeps_promises",
+        "DoublesBiases": "comes_out_as_long",
+        "DoublesThreeDimensions": "comes_out_as_long",
+        "ForgetsVectors": "own_feedback_adds_up",
+    },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
 SAYS = {
@@ -705,6 +719,12 @@ SAYS = {
     ("lent", "LeavesANote"): ("a call sets ctx.noise",),
     ("longrun", "TakesOutTooLittle"): ("less 0.9 times what was sent",),
     ("late", "LeaderAlone"): ("on rank 0 of two vanished", "(0 * x).sum()"),
+    ("shaped", "CentresRows"): ("{'shape': (6, 120)}", "is a view of it"),
+    ("shaped", "EpsilonOfRows"): ("where all are matrices", "'scales_with_its_values'"),
+    ("shaped", "RowsOfNothing"): ("(0, 5), which has no elements", "max(1, ctx.shape[0])"),
+    ("shaped", "TransposesSquares"): ("a tensor of shape (60, 60)", "in another order"),
+    ("shaped", "DoublesBiases"): ("'layers.3.bias'", "is 2 times as long"),
+    ("shaped", "ForgetsVectors"): ("That is of a tensor of shape (1500,)",),
 }
 BASES = {
     "DithersCells",

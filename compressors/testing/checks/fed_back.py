@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,13 @@ from ringlet.compressors.testing.tools.simulate import simulate
 
 _N, _SHAPE = 1500, (30, 50)
 _STEPS = 5
+# Some treat layers in different ways: matrices, and what is called a bias or a norm.
+_TENSORS: tuple[dict[str, Any], ...] = (
+    {"shape": _SHAPE},
+    {"shape": (_N,), "name": "layers.3.bias"},
+    {"shape": (10, 6, 5, 5), "name": "layers.3.norm.weight"},
+    {"shape": (30, 50, 1), "name": "embedding.weight"},
+)
 _DRAWS = range(10_000, 10_016)  # steps at which most schedules have come to their end
 _MUCH = 1.5  # times as long as what went in
 _ALIKE, _LITTLE = 0.95, 0.6  # the cosine of what differs by its length alone, and how long it is
@@ -39,11 +47,21 @@ def check_own_feedback_adds_up(compressor: Compressor) -> None:
     decoded nor decoded - p. A decay is above 0 and at most 1. Or remember nothing, and leave it to
     '| ef'.
     """
+    if compressor.traits().stateful:
+        for shape in (_SHAPE, (_N,)):  # matrices may have a way of their own
+            try:
+                _check_own_feedback(compressor, shape)
+            except AssertionError as error:
+                error.add_note(f"That is of a tensor of shape {shape}.")
+                raise
+
+
+def _check_own_feedback(compressor: Compressor, shape: tuple[int, ...]) -> None:
     state: State = {}
     seen: list[tuple[Array, Array, State]] = []  # what went in, what came out, what was kept before
-    for step in range(_STEPS if compressor.traits().stateful else 0):
+    for step in range(_STEPS):
         x, kept = gaussian(_N, step), copy.deepcopy(state)
-        seen.append((x, simulate(compressor, [x], [state], step, shape=_SHAPE)[0], kept))
+        seen.append((x, simulate(compressor, [x], [state], step, shape=shape)[0], kept))
     units = [name for name in compressor.traits().gradient_units if name in state]
     something = any(np.any(kept.get(name, 0)) for *_, kept in seen[1:] for name in units)
     lost = all(_length(out - x) > _NOTHING * _length(x) for x, out, _ in seen)
@@ -51,15 +69,19 @@ def check_own_feedback_adds_up(compressor: Compressor) -> None:
         f"what ctx.state[{units[0]!r}] holds is 0 after every step, though something is lost in "
         "all of them: clear what was sent, and nothing else"
     )
-    _check_elsewhere(compressor, [n for n in units if np.shape(state[n]) == (_N,)], seen)
-    for name in units if seen else ():
+    full = [n for n in units if np.shape(state[n]) == (_N,)]
+    _check_elsewhere(compressor, full, seen, shape)
+    for name in units:
         memories = [kept.get(name, 0.0) for _, _, kept in seen[1:]]
         if all(np.shape(kept) == (_N,) for kept in (*memories, state.get(name, 0.0))):
-            _check_adds_up(compressor, name, seen, state)
+            _check_adds_up(compressor, name, seen, state, shape)
 
 
 def _check_elsewhere(
-    compressor: Compressor, units: list[str], seen: list[tuple[Array, Array, State]]
+    compressor: Compressor,
+    units: list[str],
+    seen: list[tuple[Array, Array, State]],
+    shape: tuple[int, ...],
 ) -> None:
     """Raise AssertionError where a memory of what was not sent is another sum in other runs.
 
@@ -73,7 +95,7 @@ def _check_elsewhere(
     signs = np.where(gaussian(_N, 9) < 0, np.float32(-1), np.float32(1))
     equals = [[signs * np.float32(1 + step % 2)] for step in range(_STEPS)]
     others = [[gaussian(_N, 3 * step + rank) for rank in range(3)] for step in range(_STEPS)]
-    runs = [_run(compressor, gradients) for gradients in (equals, others)]
+    runs = [_run(compressor, gradients, shape) for gradients in (equals, others)]
     if not all(_all_kept(step[2], units) for run in runs for step in run[1:]):
         return
     for name in units:
@@ -96,7 +118,9 @@ def _check_elsewhere(
         )
 
 
-def _run(compressor: Compressor, steps: list[list[Array]]) -> list[tuple[Array, Array, State]]:
+def _run(
+    compressor: Compressor, steps: list[list[Array]], shape: tuple[int, ...]
+) -> list[tuple[Array, Array, State]]:
     """Return means over ranks, by step: what went in, what came out, what was kept before."""
     states: list[State] = [{} for _ in steps[0]]
     seen: list[tuple[Array, Array, State]] = []
@@ -107,7 +131,7 @@ def _run(compressor: Compressor, steps: list[list[Array]]) -> list[tuple[Array, 
             if name in states[0] and len({np.shape(state.get(name, ())) for state in states}) == 1
         }
         gradients = steps[step % len(steps)]
-        out = simulate(compressor, gradients, states, step, shape=_SHAPE)[0]
+        out = simulate(compressor, gradients, states, step, shape=shape)[0]
         seen.append((np.mean(gradients, axis=0), out, kept))
     return seen
 
@@ -135,7 +159,11 @@ def _explained(parts: Array, new: Array) -> tuple[Array, float]:
 
 
 def _check_adds_up(
-    compressor: Compressor, name: str, seen: list[tuple[Array, Array, State]], state: State
+    compressor: Compressor,
+    name: str,
+    seen: list[tuple[Array, Array, State]],
+    state: State,
+    shape: tuple[int, ...],
 ) -> None:
     """Raise AssertionError where ``name`` is what was not sent, and becomes too much or too little.
 
@@ -182,7 +210,7 @@ def _check_adds_up(
         if step and result.any():  # in some steps nothing may be sent at all
             without = copy.deepcopy(before)
             without[name] *= np.float32(0)
-            (again,) = simulate(compressor, [given], [without], step, shape=_SHAPE)
+            (again,) = simulate(compressor, [given], [without], step, shape=shape)
             alike.append(same(again, result))
     assert not alike or not all(alike), (
         f"what was not sent is kept in {memory}, and never sent: the result is the same where "
@@ -190,7 +218,14 @@ def _check_adds_up(
     )
 
 
-@needs(*PURE, "feedback_stays_bounded", "scales_with_its_values", "unbiased", "contraction")
+@needs(
+    *PURE,
+    "feedback_stays_bounded",
+    "scales_with_its_values",
+    "unbiased",
+    "contraction",
+    "every_shape_and_name",
+)
 def check_comes_out_as_long(compressor: Compressor) -> None:
     """A result that is twice the gradient is a learning rate that is twice the user's: training
     goes on, and goes worse.
@@ -206,15 +241,23 @@ def check_comes_out_as_long(compressor: Compressor) -> None:
         now = now.wrapped_compressor
     if declared or divergence or type(now).finish is not Compressor.finish:
         return  # which other checks hold it to, or it is no mean
-    x = gaussian(_N, 1)
-    outs = [simulate(compressor, [x], step=step, shape=_SHAPE)[0] for step in _DRAWS]
+    for given in _TENSORS:
+        _check_as_long(compressor, given)
+
+
+def _check_as_long(compressor: Compressor, given: dict[str, Any]) -> None:
+    """Raise AssertionError where tensors of a shape or name come out longer, or shorter."""
+    x, which = gaussian(_N, 1), f" of a tensor with {given}"
+    outs = [simulate(compressor, [x], step=step, **given)[0] for step in _DRAWS]
     along = np.array([out.astype(float) @ x for out in outs]) / _length(x) ** 2
     alike = along * _length(x) / np.maximum([_length(out) for out in outs], np.finfo("f4").tiny)
     luck = 4 * float(np.std(along)) / len(_DRAWS) ** 0.5
     times = float(along.mean())
-    assert times - luck <= _MUCH, f"what comes out is {times:.3g} times as long as what went in"
+    assert times - luck <= _MUCH, (
+        f"what comes out{which} is {times:.3g} times as long as what went in"
+    )
     assert alike.min() < _ALIKE or times + luck >= _LITTLE, (
-        f"what comes out is what went in, but for its length, which is {times:.3g} of it"
+        f"what comes out{which} is what went in, but for its length, which is {times:.3g} of it"
     )
 
 

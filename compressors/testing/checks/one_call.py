@@ -16,7 +16,7 @@ import numpy as np
 from ringlet.compressors.base.chain import Chain
 from ringlet.compressors.base.contract import Compressor, Exchange, Payload, storage
 from ringlet.compressors.base.modifier import Modifier
-from ringlet.compressors.core.context import Array, Context, State, Workspace
+from ringlet.compressors.core.context import Array, State, Workspace
 from ringlet.compressors.core.payload import check_payload, deserialise, serialise, serialised_size
 from ringlet.compressors.core.threads import MIN_ELEMENTS, limited
 from ringlet.compressors.quantizers.shared_int import SharedInt
@@ -581,15 +581,30 @@ def check_every_shape_and_name(compressor: Compressor) -> None:
     fields: list[dict[str, Any]] = [{"shape": shape} for shape in _SHAPES]
     fields += [{"name": name} for name in _NAMES]
     for given in fields:
-        x = gaussian(720, 1)
+        x, before = gaussian(720, 1), gaussian(720, 1)
         states: list[dict[str, Any]] = [{}, {}]
         try:
             for step in range(2):
-                outs = simulate(compressor, [x, -2 * x], states, step, **given)
+                outs = simulate(compressor, [x, -2 * before], states, step, **given)
         except Exception as error:
             error.add_note(f"That is a tensor with {given}.")
             raise
+        assert same(x, before), (
+            f"the input is modified where a tensor has {given}: x.reshape(...) is a view of it; "
+            "compute into a new array"
+        )
+        _check_two_apart(compressor, x, given)
         assert np.isfinite(outs).all(), f"a tensor with {given} comes out as NaN or Inf"
+
+
+def _check_two_apart(compressor: Compressor, x: Array, given: dict[str, Any]) -> None:
+    """Raise AssertionError where payloads of two tensors of a shape lie in the same memory."""
+    if not by_payload(compressor):
+        return
+    one, two = (compressor.compress(y, context(y, **given)) for y in (x, -2 * x))
+    for name in one.keys() & two.keys():
+        what = f"payload array {name!r} of a tensor with {given}"
+        _check_apart(one[name], what, two[name], "another tensor's")
 
 
 @needs(*PURE)
@@ -732,16 +747,11 @@ def check_decoding_is_the_same_everywhere(compressor: Compressor) -> None:
     for step in range(3):
         payload = encode(compressor, x, context(x, state, rank=1, size=4, step=step))
         outs = [
-            decode(compressor, payload, x.size, Context(**_on(rank, x, held), step=step))
+            decode(compressor, payload, x.size, context(x, held, rank=rank, size=4, step=step))
             for rank, held in ((1, state), (0, {}), (3, {}))
         ]
         assert same(outs[0], outs[1]), "another rank decodes the payload to something else"
         assert same(outs[1], outs[2]), "another rank decodes the payload to something else"
-
-
-def _on(rank: int, x: Array, state: dict[str, Any]) -> dict[str, Any]:
-    fields = {"name": "tensor", "shape": x.shape, "numel": x.size}
-    return {**fields, "state": state, "rank": rank, "size": 4}
 
 
 CHECKS = (

@@ -39,6 +39,7 @@ _ALIKE = 1000  # ranks with one gradient, of which a sum is known without them
     "points_the_same_way",
     "unbiased",
     "contraction",
+    "every_shape_and_name",
 )
 def check_mean_of_ranks(compressor: Compressor) -> None:
     """What training sees is the mean over ranks: its error must be within what the traits promise

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -16,14 +17,31 @@ class Overflow(AssertionError):
     """Integers of several ranks whose sum does not fit their type."""
 
 
+Shaping = Callable[[int], tuple[int, ...]]  # from a number of elements to a shape
+
+_shaping: list[Shaping] = []
 _ROUNDS = 10_000
 _WIRE = ("int8", "int16", "int32", "int64", "float32")  # what transports add up
+
+
+@contextmanager
+def shaped(shaping: Shaping) -> Iterator[None]:
+    """Let tensors of which no shape is given have another than flat, until the with-block ends."""
+    _shaping.append(shaping)
+    try:
+        yield
+    finally:
+        _shaping.pop()
+
+
+def _shape_of(x: Array) -> tuple[int, ...]:
+    return _shaping[-1](x.size) if _shaping else x.shape
 
 
 def context(x: Array, state: State | None = None, **fields: Any) -> Context:
     """Return the context of a whole tensor ``x``."""
     held = {} if state is None else state
-    return Context(**{"shape": x.shape, "numel": x.size, "state": held, **fields})
+    return Context(**{"shape": _shape_of(x), "numel": x.size, "state": held, **fields})
 
 
 def encode(compressor: Compressor, x: Array, ctx: Context) -> Payload:
@@ -69,7 +87,7 @@ def simulate(
     """
     size, n = len(gradients) * alike, gradients[0].size
     held = states if states is not None else [{} for _ in gradients]
-    given = gradients[0].shape if shape is None else shape
+    given = _shape_of(gradients[0]) if shape is None else shape
     # Shared as among the tensors of an engine: who keeps scratch too long finds it overwritten.
     fields: dict[str, Any] = {"shape": given, "workspace": workspace or Workspace()}
     fields |= {"size": size, "step": step, "name": name, "seed": seed}

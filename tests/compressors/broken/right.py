@@ -1057,3 +1057,28 @@ class AsAsked(Compressor):
     def decompress(self, payload, out, ctx):
         with np.errstate(invalid="ignore"):
             out[:] = payload["codes"] * payload["step"]
+
+
+class ScalesOfRows(Compressor):
+    """8 bits, a scale per row of what has rows, and one for a vector."""
+
+    def rows(self, x, ctx):
+        count = max(1, ctx.shape[0]) if len(ctx.shape) > 1 else 1
+        return x.reshape(count, x.size // count)
+
+    def scales(self, rows, ctx):
+        return np.abs(rows).max(axis=1, initial=0) / np.float32(127)
+
+    def compress(self, x, ctx):
+        rows = self.rows(x, ctx)
+        scales = self.scales(rows, ctx)
+        usable = np.isfinite(scales) & (scales > 0)
+        with np.errstate(all="ignore"):
+            codes = np.where(usable[:, None], np.rint(rows / scales[:, None]), 0)
+        return {"codes": codes.reshape(-1).astype("int8"), "scales": scales}
+
+    def decompress(self, payload, out, ctx):
+        count = payload["scales"].size
+        with np.errstate(invalid="ignore"):
+            codes = payload["codes"].reshape(count, out.size // count)
+            out[:] = (codes * payload["scales"][:, None]).reshape(-1)
