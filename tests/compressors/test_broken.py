@@ -190,6 +190,9 @@ CAUGHT = {
         "ImpossibleDelta": "traits_are_traits",
         "OmegaIsNaN": "traits_are_traits",
         "SizeOfFloat": "traits_are_traits",
+        "SumOfAnyLength": "traits_are_traits",
+        "DivergesIndeed": "traits_are_traits",
+        "AnswersWhetherItFits": "traits_are_traits",
     },
     "rounds": {
         "LeaderChooses": "one_overflow_is_survived",
@@ -725,6 +728,8 @@ SAYS = {
     ("shaped", "TransposesSquares"): ("a tensor of shape (60, 60)", "in another order"),
     ("shaped", "DoublesBiases"): ("'layers.3.bias'", "is 2 times as long"),
     ("shaped", "ForgetsVectors"): ("That is of a tensor of shape (1500,)",),
+    ("declared", "SumOfAnyLength"): ("takes fixed_size=True beside layout(n)",),
+    ("declared", "AnswersWhetherItFits"): ("raise OptionError",),
 }
 BASES = {
     "DithersCells",

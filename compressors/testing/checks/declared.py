@@ -52,7 +52,8 @@ def check_traits_are_traits(compressor: Compressor) -> None:
     """The engine chooses collectives by the traits; nonsense there breaks far from its cause.
 
     Define ``def traits(self): return Traits(...)`` with the fields that docs/own-compressor.md
-    lists, and layout(n) where it says fixed_size=True.
+    lists, and layout(n) where it says fixed_size=True. divergence() returns a text or None, and
+    validate() nothing: it raises OptionError.
     """
     assert callable(compressor.traits), "traits is a value; define it as a method, traits(self)"
     traits = compressor.traits()
@@ -77,6 +78,21 @@ def check_traits_are_traits(compressor: Compressor) -> None:
         f"delta is {traits.delta}; it is a share of the energy, above 0 and at most 1"
     )
     assert traits.omega is None or traits.omega >= 0, f"omega is {traits.omega}, below 0"
+    assert traits.combine != "sum" or traits.fixed_size, (
+        "payloads that add up are as long on every rank: combine='sum' takes fixed_size=True "
+        "beside layout(n), without which training refuses it"
+    )
+    reason: Any = compressor.divergence()
+    assert reason is None or isinstance(reason, str), (
+        f"divergence() returns {reason!r}; return the reason as a text, which users are told, and "
+        "None where error feedback may follow"
+    )
+    for each in _wrapped(compressor):
+        said: Any = each.validate()  # type: ignore[func-returns-value]
+        assert said is None, (
+            f"validate() of {each.label()} returns {said!r}, which nobody takes; raise "
+            "OptionError(...) where options do not fit each other"
+        )
     if traits.combine == "rounds":
         return
     if traits.fixed_size or traits.combine == "sum":

@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from broken.right import CELL, Cells, Compressor, Momentum, Part, Traits, Whole
+from broken.right import CELL, Added, Cells, Compressor, Momentum, Part, Traits, Whole
+from ringlet.compressors import option
 
 
 class UnbiasedAttribute(Whole):
@@ -184,3 +185,27 @@ class SizeOfFloat(Whole):
 
     def traits(self):
         return Traits(min_size=1e3)
+
+
+class SumOfAnyLength(Added):
+    """Declares that payloads add up, and not that they are as long on every rank."""
+
+    def traits(self):
+        return Traits("sum")
+
+
+class DivergesIndeed(Whole):
+    """Says that feedback behind it would diverge, and not why."""
+
+    def divergence(self):
+        return True
+
+
+class AnswersWhetherItFits(Whole):
+    """Returns from validate() whether options fit each other, which nobody looks at."""
+
+    block: int = option(64, ge=1, le=4096)
+    parts: int = option(4, ge=1, le=64)
+
+    def validate(self):
+        return self.block % self.parts == 0
