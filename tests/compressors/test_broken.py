@@ -542,6 +542,7 @@ CAUGHT = {
         "RemembersIfAsked": "other_options_keep_promises",
         "LeastStep": "other_options_keep_promises",
         "CentresInPlace": "other_options_keep_promises",
+        "OneCodeTooMany": "options_at_their_ends",
     },
     "ported": {
         "NoiseOfAllTensors": "noise_is_drawn_anew",
@@ -730,6 +731,7 @@ SAYS = {
     ("shaped", "ForgetsVectors"): ("That is of a tensor of shape (1500,)",),
     ("declared", "SumOfAnyLength"): ("takes fixed_size=True beside layout(n)",),
     ("declared", "AnswersWhetherItFits"): ("raise OptionError",),
+    ("offered", "OneCodeTooMany"): ("takes symmetric=False, bits=8",),
 }
 BASES = {
     "DithersCells",

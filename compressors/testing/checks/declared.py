@@ -11,6 +11,7 @@ import difflib
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -41,6 +42,7 @@ _LATER = 100_001  # seconds
 _ALIKE = 0.85  # of 1: names that differ in a letter or an ending
 _MANY = 200  # of what has no upper end: more than a byte with a sign holds
 _MOST = 1 << 16  # a larger end may be meant for memory that is not here
+_PAIRS = 24  # of options that are changed together
 _LENGTHS = (2000, 64, 1, 0)
 _RAMP, _CHUNK = 4096, 64
 _LIKE = 0.1  # the cosine that is asked for at most: a sketch of few cells may be far off
@@ -354,30 +356,49 @@ def check_options_at_their_ends(compressor: Compressor) -> None:
         if not part.is_bound():
             continue
         _check_there_are_some(part)
-        ordered = _keeps_order(part)
-        for name, value, within in ends_of_options(part):
-            try:
-                changed = part.replace(**{name: value})
-            except CompressorError:
-                continue
-            what = f"{part.label()} takes {name}={value!r}"
-            try:
-                _check_works(changed)
-            except CompressorError:
-                continue  # which says what it does not take
-            except Exception as error:
-                error.add_note(f"That is with {name}={value!r}, which {part.label()} takes.")
-                raise
-            if not within:
-                continue
-            try:
-                check_direction(changed, _LIKE)
-            except AssertionError as error:
-                raise AssertionError(f"{what}, and then {error}") from error
-            assert not ordered or _keeps_order(changed) or _sends_floats(changed), (
-                f"{what}, and then some of {_RAMP} rising values come out with the other sign: a "
-                "code does not fit its integer type, or its bits"
-            )
+        ordered, ends = _keeps_order(part), list(ends_of_options(part))
+        for name, value, within in ends:
+            _check_end(part, {name: value}, within, ordered)
+        for changes in islice(_pairs(ends), _PAIRS):
+            _check_end(part, changes, True, ordered)
+
+
+def _pairs(ends: list[tuple[str, Any, bool]]) -> Iterator[dict[str, Any]]:
+    """Yield ends of a range together with other ways to compress, which words and switches choose.
+
+    A way may have fewer codes, or more, than the one for which the range was written.
+    """
+    for way, chosen, _ in ends:
+        for name, value, within in ends if isinstance(chosen, (bool, str)) else ():
+            if within and not isinstance(value, (bool, str)) and name != way:
+                yield {way: chosen, name: value}
+
+
+def _check_end(part: Compressor, changes: dict[str, Any], within: bool, ordered: bool) -> None:
+    """Raise AssertionError where a compressor takes options and does not work with them."""
+    try:
+        changed = part.replace(**changes)
+    except CompressorError:
+        return
+    options = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+    what = f"{part.label()} takes {options}"
+    try:
+        _check_works(changed)
+    except CompressorError:
+        return  # which says what it does not take
+    except Exception as error:
+        error.add_note(f"That is with {options}, which {part.label()} takes.")
+        raise
+    if not within:
+        return
+    try:
+        check_direction(changed, _LIKE)
+    except AssertionError as error:
+        raise AssertionError(f"{what}, and then {error}") from error
+    assert not ordered or _keeps_order(changed) or _sends_floats(changed), (
+        f"{what}, and then some of {_RAMP} rising values come out with the other sign: a code does "
+        "not fit its integer type, or its bits"
+    )
 
 
 @needs(*PURE, "is_a_value", "noise_averages_out")

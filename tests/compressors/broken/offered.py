@@ -405,3 +405,22 @@ class CentresInPlace(Whole):
     def decompress(self, payload, out, ctx):
         super().decompress(payload, out, ctx)
         out += payload["mean"]
+
+
+class OneCodeTooMany(Compressor):
+    """Of as many bits as are asked for, where all codes are used: one more than eight bits have."""
+
+    bits: int = option(4, ge=2, le=8)
+    symmetric: bool = option(True, doc="leave a code out, so that both signs have as many")
+
+    def compress(self, x, ctx):
+        most = (1 << (self.bits - 1)) - (self.symmetric or self.bits < 8)
+        step = np.abs(x).max(initial=0, keepdims=True) / np.float32(most)
+        usable = np.isfinite(step) & (step > 0)
+        with np.errstate(all="ignore"):
+            codes = np.where(usable, np.rint(x / step), 0)
+        return {"codes": codes.astype("int32").astype("int8"), "step": step}
+
+    def decompress(self, payload, out, ctx):
+        with np.errstate(invalid="ignore"):
+            out[:] = payload["codes"] * payload["step"]
