@@ -17,6 +17,7 @@ from ringlet.compressors.testing.checks import (
     overrides,
     program,
     ranks,
+    read_options,
     stages,
     tensor_sizes,
     training,
@@ -32,7 +33,7 @@ def all_checks() -> list[Named]:
     modules = (
         declared, one_call, buffers, overrides, launches, batches, isolation, program, claims,
         tensor_sizes, stages, training, ranks, noise, many_steps, magnitudes,
-        fed_back,
+        fed_back, read_options,
     )  # fmt: skip
     checks = _behind_needs([Named(c) for module in modules for c in module.CHECKS])
     further = (check_of_schedules, check_of_shapes, check_of_options)

@@ -193,6 +193,8 @@ CAUGHT = {
         "SumOfAnyLength": "traits_are_traits",
         "DivergesIndeed": "traits_are_traits",
         "AnswersWhetherItFits": "traits_are_traits",
+        "UnreadOption": "options_are_read",
+        "UnreadByItsModifier": "options_are_read",
     },
     "rounds": {
         "LeaderChooses": "one_overflow_is_survived",
@@ -732,6 +734,7 @@ SAYS = {
     ("declared", "SumOfAnyLength"): ("takes fixed_size=True beside layout(n)",),
     ("declared", "AnswersWhetherItFits"): ("raise OptionError",),
     ("offered", "OneCodeTooMany"): ("takes symmetric=False, bits=8",),
+    ("declared", "UnreadOption"): ("nothing looks at the option 'ratio'", "read self.ratio"),
 }
 BASES = {
     "DithersCells",

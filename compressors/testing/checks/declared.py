@@ -259,14 +259,15 @@ def _called(module: Any) -> Iterator[str]:
         for function in (value, *inside):
             code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
             if isinstance(code, CodeType):
-                yield from _names(code)
+                yield from names_used(code)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_used(code: CodeType) -> Iterator[str]:
+    """Yield the names of attributes and globals that some code uses, also in functions inside."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_used(constant)
 
 
 def _wrapped(compressor: Compressor) -> Iterator[Compressor]:

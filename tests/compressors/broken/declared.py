@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from broken.right import CELL, Added, Cells, Compressor, Momentum, Part, Traits, Whole
-from ringlet.compressors import option
+from broken.right import CELL, Added, Cells, Compressor, Largest, Momentum, Part, Traits, Whole
+from ringlet.compressors import Modifier, option
 
 
 class UnbiasedAttribute(Whole):
@@ -209,3 +209,15 @@ class AnswersWhetherItFits(Whole):
 
     def validate(self):
         return self.block % self.parts == 0
+
+
+class UnreadOption(Largest):
+    """Offers a ratio, and sends a sixteenth whatever that is."""
+
+    ratio: float = option(1 / 16, gt=0, le=1, doc="share of the entries that travel")
+
+
+class UnreadByItsModifier(Modifier):
+    """The same, of a modifier."""
+
+    strength: float = option(1.0, ge=0.5, le=2)

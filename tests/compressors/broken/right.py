@@ -1082,3 +1082,32 @@ class ScalesOfRows(Compressor):
         with np.errstate(invalid="ignore"):
             codes = payload["codes"].reshape(count, out.size // count)
             out[:] = (codes * payload["scales"][:, None]).reshape(-1)
+
+
+def levels_of(compressor, x):
+    """Return values in whole steps, of which a compressor has so many."""
+    largest = np.abs(x).max(initial=0)
+    return x / (largest / np.float32(compressor.levels) or np.float32(1))
+
+
+class ReadElsewhere(Compressor):
+    """Has an option that a function beside it reads, and one that a property does."""
+
+    levels: int = option(1000, ge=100, le=10_000)
+    narrow: bool = option(False)
+
+    @property
+    def wire(self):
+        return np.dtype("float16" if self.narrow else "float32")
+
+    def compress(self, x, ctx):
+        largest = np.abs(x).max(initial=0, keepdims=True)
+        if not np.isfinite(largest).all():
+            return {"places": x.astype("float32"), "largest": largest}
+        places = np.rint(levels_of(self, x)).astype(self.wire)
+        return {"places": places, "largest": largest}
+
+    def decompress(self, payload, out, ctx):
+        with np.errstate(invalid="ignore"):
+            step = payload["largest"] / np.float32(self.levels)
+            out[:] = payload["places"].astype("float32") * step
