@@ -266,3 +266,24 @@ class LeaderChooses(Leaders):
 
     def spoiled(self, x):
         return np.float32(0)
+
+
+class NearestInRounds(SharedScale):
+    """Declares that it is unbiased, and rounds to the nearest step."""
+
+    _levels = 7
+
+    def traits(self):
+        return Traits("rounds", omega=100.0)
+
+
+class OmegaOfNoSpikes(SharedScale):
+    """Rounds at random, and declares the omega that it has of a Gaussian."""
+
+    _levels = 7
+
+    def traits(self):
+        return Traits("rounds", omega=0.2)
+
+    def rounded(self, places, ctx):
+        return ctx.xp.floor(places + ctx.uniform(places.size))
