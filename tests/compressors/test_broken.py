@@ -391,6 +391,8 @@ CAUGHT = {
         "ListsItsSteps": "leaves_the_program_alone",
         "ListsInItsModule": "leaves_the_program_alone",
         "ListsByTensor": "leaves_the_program_alone",
+        "RecordsItsCalls": "leaves_the_program_alone",
+        "MakesItsHistoryAnew": "leaves_the_program_alone",
     },
     "launched": {
         "FirstLaunchOnly": "many_tensors_agree",
@@ -610,6 +612,9 @@ CAUGHT = {
         "DoublesThreeDimensions": "comes_out_as_long",
         "ForgetsVectors": "own_feedback_adds_up",
     },
+    "imported": {
+        "SeedsItsModule": "leaves_the_program_alone",
+    },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
 SAYS = {
@@ -737,6 +742,8 @@ SAYS = {
     ("declared", "AnswersWhetherItFits"): ("raise OptionError",),
     ("offered", "OneCodeTooMany"): ("takes symmetric=False, bits=8",),
     ("declared", "UnreadOption"): ("nothing looks at the option 'ratio'", "read self.ratio"),
+    ("program", "RecordsItsCalls"): ("something in broken.program.RECORD",),
+    ("imported", "SeedsItsModule"): ("importing broken.imported changes", "np.random"),
 }
 BASES = {
     "DithersCells",

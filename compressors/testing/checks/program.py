@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import io
 import logging
 import os
@@ -36,6 +37,7 @@ _CALLS = 6  # in each of which there is one more of what is never given back
 _UNSEEN = 2345  # a step that no check has taken: what is kept for a step is not there already
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _COLLECTIONS = (list, dict, set, deque, bytearray)
+_LONG = (tuple, str, bytes, np.ndarray)  # what grows by being made anew
 _CACHE = functools._lru_cache_wrapper
 _OPEN = Path("/dev/fd")  # files that this process has open, where there is such a folder
 _FILTERS, _VARIABLES = "the filters of warnings", "os.environ"
@@ -54,9 +56,10 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
     it never gives back ends a run after days.
 
     Leave np.random.seed(), np.seterr(), warnings.filterwarnings(), os.environ and the like to the
-    user. What np.errstate(...) or warnings.catch_warnings() sets lasts as long as its with-block.
-    Print nothing. Start threads once, in a pool, close what is opened, and keep no list or dict on
-    the class or in the module that grows with every call, nor an lru_cache without a limit.
+    user, at the top of a module too. What np.errstate(...) or warnings.catch_warnings() sets lasts
+    as long as its with-block. Print nothing. Start threads once, in a pool, close what is opened,
+    and keep no list, dict or object on the class or in the module that grows with every call, nor
+    an lru_cache without a limit.
     """
     with known_surroundings():
         _calls(compressor)  # whose first one may compile, and start threads that stay
@@ -67,6 +70,10 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
         # What is set at the first call alone shows where there was none.
         there = OTHERS[0].ask(modules, _changed_by_calls, compressor)
         changed += [what for what in there if what not in _BY_IMPORTS]
+        again = OTHERS[0].ask(modules, _changed_by_importing, modules)
+        assert not again, (
+            f"importing {again[0][0]} changes {again[0][1]}, on which the user's program relies"
+        )
     assert not changed, f"a call changes {changed[0]}, on which the user's program relies"
     with known_surroundings():
         said = _said_by_calls(compressor)
@@ -90,6 +97,24 @@ def _changed_by_calls(compressor: Compressor) -> list[str]:
     _calls(compressor)
     after = _surroundings()
     return [what for what in before if before[what] != after[what]]
+
+
+def _changed_by_importing(modules: set[str]) -> list[tuple[str, str]]:
+    """Return what the statements of plugins' modules change, and in which.
+
+    They are executed again: what they import is there already, and is blamed for nothing.
+    """
+    found: list[tuple[str, str]] = []
+    for name in sorted(modules - {"__main__"}):
+        if are_ours({name}):
+            continue
+        with known_surroundings():
+            before = _surroundings()
+            with contextlib.suppress(Exception):  # who has no place to be found again
+                importlib.reload(sys.modules[name])
+            after = _surroundings()
+        found += [(name, what) for what in before if before[what] != after[what]]
+    return found
 
 
 def _calls(compressor: Compressor) -> None:
@@ -173,30 +198,41 @@ def _check_given_back(compressor: Compressor) -> None:
 
 
 def _collections(compressor: Compressor) -> dict[str, int]:
-    """Return how much is in the lists and dicts of plugins' classes and modules, by their names."""
+    """Return how much is in what plugins' classes and modules hold, by their names."""
     owners: dict[str, dict[str, Any]] = {}
+    modules = set[str]()
     for cls in classes(compressor):
         for base in cls.__mro__:
             if base.__module__.partition(".")[0] not in ("ringlet", "builtins", "abc", "typing"):
+                modules.add(base.__module__)
                 owners[base.__qualname__] = dict(vars(base))
                 owners[base.__module__] = dict(vars(sys.modules.get(base.__module__, object)))
     return {
-        f"{owner}.{name}": _items(value)
+        f"{owner}.{name}": _items(value, modules)
         for owner, held in owners.items()
         for name, value in list(held.items())
-        if not name.startswith("__") and isinstance(value, (*_COLLECTIONS, _CACHE))
+        if not name.startswith("__") and _holds(value, modules)
     }
 
 
-def _items(value: Any, depth: int = 3) -> int:
-    """Return the number of items in a collection, and in those that it holds."""
+def _holds(value: Any, modules: set[str]) -> bool:
+    """Whether something may grow: a collection, or an object of a plugin's own class."""
+    grows = isinstance(value, (*_COLLECTIONS, *_LONG, _CACHE))
+    return grows or (type(value).__module__ in modules and hasattr(value, "__dict__"))
+
+
+def _items(value: Any, modules: set[str], depth: int = 3) -> int:
+    """Return the number of items in a collection or an object, and in those that it holds."""
     if isinstance(value, _CACHE):
         kept = value.cache_info()
         return kept.currsize if kept.maxsize is None else 0
-    if not depth or not isinstance(value, _COLLECTIONS):
+    if isinstance(value, _LONG):
+        return int(value.size) if isinstance(value, np.ndarray) else len(value)
+    if not depth or not _holds(value, modules):
         return 0
-    inside = list(value.values() if isinstance(value, dict) else value)
-    return len(inside) + sum(_items(each, depth - 1) for each in inside)
+    held = value if isinstance(value, _COLLECTIONS) else vars(value)
+    inside = list(held.values() if isinstance(held, dict) else held)
+    return len(inside) + sum(_items(each, modules, depth - 1) for each in inside)
 
 
 CHECKS = (check_leaves_the_program_alone,)

@@ -178,3 +178,33 @@ class ListsByTensor(Whole):
     def compress(self, x, ctx):
         self.seen.setdefault(ctx.name, []).append(ctx.step)
         return super().compress(x, ctx)
+
+
+class Record:
+    """What a plugin wants to know of its calls."""
+
+    def __init__(self):
+        self.lengths = []
+
+
+RECORD = Record()
+
+
+class RecordsItsCalls(Whole):
+    """Has an object for its record, which grows with every call."""
+
+    def compress(self, x, ctx):
+        RECORD.lengths.append(x.size)
+        return super().compress(x, ctx)
+
+
+HISTORY = ()
+
+
+class MakesItsHistoryAnew(Whole):
+    """Has a tuple that is made anew in every call, longer by one."""
+
+    def compress(self, x, ctx):
+        global HISTORY
+        HISTORY = (*HISTORY, ctx.step)
+        return super().compress(x, ctx)
