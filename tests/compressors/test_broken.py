@@ -221,6 +221,7 @@ CAUGHT = {
         "UntilItConverges": "compresses_a_tensor",
         "NearestInRounds": "unbiased",
         "OmegaOfNoSpikes": "unbiased",
+        "FloatLeaders": "large_tensors",
     },
     "heldout": {
         "UnnamedUnits": "gradient_units",
@@ -324,6 +325,7 @@ CAUGHT = {
         "NothingToAdd": "every_rank_takes_part",
         "CountsItsSchedule": "schedule_goes_by_the_step",
         "LooksAtNoRange": "is_a_value",
+        "NothingButNaN": "non_finite_stays_visible",
     },
     "surroundings": {
         "NamesInLetters": "every_shape_and_name",
@@ -334,6 +336,7 @@ CAUGHT = {
         "RankIn8Bits": "late_steps_and_large_seeds",
         "FixedPoint": "many_ranks",
         "OffsetIn16Bits": "granularity",
+        "OffsetIn32Bits": "granularity",
     },
     "written": {
         "EpsilonBesideOmega": "unbiased",
@@ -744,6 +747,7 @@ SAYS = {
     ("declared", "UnreadOption"): ("nothing looks at the option 'ratio'", "read self.ratio"),
     ("program", "RecordsItsCalls"): ("something in broken.program.RECORD",),
     ("imported", "SeedsItsModule"): ("importing broken.imported changes", "np.random"),
+    ("rounds", "FloatLeaders"): ("what round 1 exchanges holds indices as float32",),
 }
 BASES = {
     "DithersCells",

@@ -637,6 +637,10 @@ def check_non_finite_stays_visible(compressor: Compressor) -> None:
     for n, place in ((3000, 0), (_MILLION, _MILLION // 2), (_MILLION, _MILLION - 1)):
         x = large()[:n].copy() if n == _MILLION else gaussian(n, 4)
         _check_visible(compressor, x, place, _NOT_FINITE[0])
+    for bad in (np.nan, np.inf):  # a run that has diverged has nothing else
+        with np.errstate(all="ignore"):
+            (out,) = simulate(compressor, [np.full(3000, bad, np.float32)])
+        assert not np.isfinite(out).all(), f"3000 elements that are all {bad} vanished"
     for one, other in ((np.inf, -np.inf), (np.nan, np.inf)):
         x = gaussian(3000, 4)
         x[[7, 1234]] = one, other

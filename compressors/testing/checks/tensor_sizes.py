@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
@@ -66,9 +68,10 @@ def check_large_tensors(compressor: Compressor) -> None:
             f"of {_BLOCKS[0]} elements, those behind element {_BLOCKS[1]} decode to something "
             "else: the number of a block is too narrow"
         )
+    if not by_payload(compressor) or not _spreads(compressor):
+        _check_no_float_counts(compressor)
     if by_payload(compressor) and not _spreads(compressor):
         _check_distances(compressor)
-        _check_no_float_counts(compressor)
 
 
 def _check_no_float_counts(compressor: Compressor) -> None:
@@ -76,14 +79,29 @@ def _check_no_float_counts(compressor: Compressor) -> None:
     n = _LARGE[0][0]
     x, places = np.zeros(n, np.float32), np.arange(n - 199, n, 2)
     x[places] = gaussian(places.size, 1)
-    for name, array in encode(compressor, x, context(x, step=1)).items():
+    for what, array in _exchanged(compressor, x):
         floats = array.dtype.kind == "f" and array.itemsize < 8 and array.size >= places.size
         if not floats or array.size >= n:
             continue
         assert not np.isin(places, array).all(), (
-            f"payload array {name!r} holds indices as {array.dtype}, which has no odd numbers "
-            f"beyond {1 << (np.finfo(array.dtype).nmant + 1)}: send int64, or uint32"
+            f"{what} holds indices as {array.dtype}, which has no odd numbers beyond "
+            f"{1 << (np.finfo(array.dtype).nmant + 1)}: send int64, or uint32 in a payload"
         )
+
+
+def _exchanged(compressor: Compressor, x: Array) -> list[tuple[str, Array]]:
+    """Return what a single rank sends of ``x``, and what that is called."""
+    if by_payload(compressor):
+        payload = encode(compressor, x, context(x, step=1))
+        return [(f"payload array {name!r}", array) for name, array in payload.items()]
+    found = list[tuple[str, Array]]()
+    run = compressor.at(1).exchange(x, np.empty_like(x), context(x, step=1))
+    with suppress(StopIteration):
+        asked = next(run)
+        while True:
+            found.append((f"what round {len(found) + 1} exchanges", asked.values.copy()))
+            asked = run.send(asked.values.copy())
+    return found
 
 
 def _is_dense(compressor: Compressor) -> bool:

@@ -287,3 +287,21 @@ class OmegaOfNoSpikes(SharedScale):
 
     def rounded(self, places, ctx):
         return ctx.xp.floor(places + ctx.uniform(places.size))
+
+
+class FloatLeaders(Leaders):
+    """Leaders tell which entries they have chosen as float32, which ranks add up."""
+
+    def chained_part(self):
+        return None
+
+    def exchange(self, x, out, ctx, local=None):
+        inner = super().exchange(x, out, ctx, local)
+        chosen = next(inner).values.astype("float32")
+        chosen = yield Round(chosen, "sum")
+        asked = inner.send(chosen.astype("int32"))
+        mean = yield asked
+        try:
+            inner.send(mean)
+        except StopIteration:
+            return

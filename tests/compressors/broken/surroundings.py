@@ -104,3 +104,10 @@ class OffsetIn16Bits(SharedDither):
 
     def decompress(self, payload, out, ctx):
         super().decompress(payload, out, replace(ctx, offset=ctx.offset & 0xFFFF))
+
+
+class OffsetIn32Bits(SharedDither):
+    """Takes shared noise off again by 32 bits of the place."""
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, replace(ctx, offset=ctx.offset & 0xFFFFFFFF))
