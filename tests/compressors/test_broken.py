@@ -600,6 +600,9 @@ CAUGHT = {
         "OffsetIn16Bits": "granularity",
         "FloatIndicesOfMany": "large_tensors",
         "SmallSumsAreNothing": "sums_on_the_wire",
+        "EpsilonAmongRanks": "scales_with_its_values",
+        "LendsToALibrary": "leaves_its_input_alone",
+        "LendsToALibraryInRounds": "leaves_its_input_alone",
     },
     "shaped": {
         "CentresRows": "every_shape_and_name",
@@ -748,6 +751,8 @@ SAYS = {
     ("program", "RecordsItsCalls"): ("something in broken.program.RECORD",),
     ("imported", "SeedsItsModule"): ("importing broken.imported changes", "np.random"),
     ("rounds", "FloatLeaders"): ("what round 1 exchanges holds indices as float32",),
+    ("rare", "EpsilonAmongRanks"): ("times the result of two ranks",),
+    ("rare", "LendsToALibraryInRounds"): ("cannot be written to, as JAX's cannot",),
 }
 BASES = {
     "DithersCells",

@@ -363,6 +363,7 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
             raise
         except Exception:
             return  # which another check tells
+    _check_takes_what_is_read_only(compressor)
     options = dict(vars(compressor))
     if by_payload(compressor):
         zeros = np.zeros(2000, np.float32)  # of which some make a payload once and for all
@@ -380,6 +381,21 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
     simulate(compressor, [gaussian(2000, 0)])
     assert vars(compressor) == options, "compressing changed the compressor itself"
     _check_lets_go(compressor)
+
+
+def _check_takes_what_is_read_only(compressor: Compressor) -> None:
+    """Raise an error where a gradient is refused that nobody may write to."""
+    x = gaussian(2000, 0)
+    simulate(compressor, [x])
+    x.flags.writeable = False
+    try:
+        simulate(compressor, [x])
+    except Exception as error:
+        error.add_note(
+            "That is with an x that cannot be written to, as JAX's cannot: let what takes it only "
+            "read, such as a kernel without a signature of its own, or give that a copy."
+        )
+        raise
 
 
 def _check_large_ones_may_wait(compressor: Compressor) -> None:

@@ -214,22 +214,25 @@ def check_scales_with_its_values(compressor: Compressor) -> None:
     holes = heavy_tailed(3000, 9)
     holes[640:1600] = 0  # whole blocks of zeros, which a scale of their own must leave zeros
     for x in (gaussian(3000, 8), heavy_tailed(3000, 9), holes):
-        one = _after_steps(compressor, x)
-        for power in powers:
-            by = np.float32(2.0**power)
-            more = _after_steps(compressor, by * x)
-            close = np.allclose(more / by, one, rtol=1e-2, atol=1e-3 * float(np.abs(x).max()))
-            times = str(int(by)) if power == 4 else f"2^{power}"
-            assert close, (
-                f"{times} times the values do not give {times} times the result: take the scale "
-                "from the values, or declare scales=False"
-            )
+        for size in (1, 2):  # what a rank sends alone may be another code's
+            one = _after_steps(compressor, x, size)
+            for power in powers:
+                by = np.float32(2.0**power)
+                more = _after_steps(compressor, by * x, size)
+                close = np.allclose(more / by, one, rtol=1e-2, atol=1e-3 * float(np.abs(x).max()))
+                times = str(int(by)) if power == 4 else f"2^{power}"
+                assert close, (
+                    f"{times} times the values do not give {times} times the result"
+                    f"{' of two ranks' if size > 1 else ''}: take the scale from the values, or "
+                    "declare scales=False"
+                )
 
 
-def _after_steps(compressor: Compressor, x: Array) -> Array:
-    """Return the result for ``x``, of a third step where something is remembered."""
-    steps, states = range(3) if compressor.traits().stateful else range(1, 2), [State()]
-    return [simulate(compressor, [x], states, step)[0] for step in steps][-1]
+def _after_steps(compressor: Compressor, x: Array, size: int) -> Array:
+    """Return the result for equal ``x``, of a third step where something is remembered."""
+    steps = range(3) if compressor.traits().stateful else range(1, 2)
+    states = [State() for _ in range(size)]
+    return [simulate(compressor, [x] * size, states, step)[0] for step in steps][-1]
 
 
 def _in_halves(compressor: Compressor) -> bool:

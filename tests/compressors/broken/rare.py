@@ -1,10 +1,11 @@
 """Mistakes that one step, one rank, one number of ranks or one kind of values alone shows."""
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
 
-from broken.right import Added, Cells, Largest, Momentum, SharedScale, Whole
+from broken.right import CELL, Added, Cells, Largest, Momentum, SharedScale, Whole
 from ringlet.compressors import Compressor
 
 
@@ -149,3 +150,35 @@ class SmallSumsAreNothing(Added):
     def decompress(self, payload, out, ctx):
         super().decompress(payload, out, ctx)
         out[np.abs(out) < 1e-3] = 0
+
+
+class EpsilonAmongRanks(Cells):
+    """Adds an epsilon to its scales where there are other ranks."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        if ctx.size > 1:
+            steps = payload["steps"] + np.float32(1e-4)
+            with np.errstate(invalid="ignore"):
+                codes = np.rint(x / steps.repeat(CELL)[: x.size])
+            codes = np.where(np.isfinite(codes), codes, 0).astype("int8")
+            payload = {"codes": codes, "steps": steps}
+        return payload
+
+
+class LendsToALibrary(Whole):
+    """Hands the gradient's memory to a library that may write to it."""
+
+    def compress(self, x, ctx):
+        if x.size:
+            ctypes.c_char.from_buffer(x)
+        return super().compress(x, ctx)
+
+
+class LendsToALibraryInRounds(SharedScale):
+    """The same in rounds."""
+
+    def exchange(self, x, out, ctx, local=None):
+        if x.size:
+            ctypes.c_char.from_buffer(x)
+        yield from super().exchange(x, out, ctx, local)
