@@ -1111,3 +1111,37 @@ class ReadElsewhere(Compressor):
         with np.errstate(invalid="ignore"):
             step = payload["largest"] / np.float32(self.levels)
             out[:] = payload["places"].astype("float32") * step
+
+
+class TakesTurns(Compressor):
+    """Ranks take turns to send all they have, times their number; each tells what is not finite."""
+
+    def compress(self, x, ctx):
+        if (ctx.step + ctx.rank) % ctx.size == 0:
+            with np.errstate(over="ignore"):
+                return {"values": x * np.float32(ctx.size)}
+        with np.errstate(invalid="ignore"):
+            return {"visible": (np.float32(0) * x).sum(keepdims=True)}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["visible"] if "visible" in payload else payload["values"]
+
+
+class UpAndDown(Whole):
+    """Rounds down in every second step, and up in the others."""
+
+    def compress(self, x, ctx):
+        largest = np.abs(x).max(initial=0, keepdims=True)
+        step = largest / np.float32(100)
+        usable = np.isfinite(step) & (step > 0)
+        with np.errstate(all="ignore"):
+            codes = (np.ceil if ctx.step % 2 else np.floor)(x / step)
+        codes = np.clip(np.where(usable, codes, 0), -101, 101)
+        return {"codes": codes.astype("int8"), "step": step}
+
+
+class UpAndDownInRounds(SharedScale):
+    """The same in rounds."""
+
+    def rounded(self, places, ctx):
+        return (np.ceil if ctx.step % 2 else np.floor)(places)
