@@ -5,8 +5,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from functools import cached_property
-from types import FunctionType, ModuleType
+from functools import cached_property, partial, partialmethod
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+)
 from typing import Any
 
 from ringlet.compressors.base.contract import Compressor
@@ -38,7 +45,7 @@ def check_options_are_read(compressor: Compressor) -> None:
         used: set[str] = set()
         for module in _modules(own, packages):
             used.update(_read(module, made, packages))
-        if not used.isdisjoint(_BY_ANY_NAME):
+        if not used.isdisjoint(_BY_ANY_NAME) or any(map(_is_opaque, own)):
             continue
         theirs = [cls for cls in made.__mro__ if cls not in own and issubclass(cls, Compressor)]
         known = {n for cls in theirs if cls is not Compressor for n in options_of(cls)}
@@ -106,21 +113,49 @@ def _read(module: ModuleType, made: type, packages: set[str]) -> Iterator[str]:
             if issubclass(value, Compressor) and not issubclass(made, value):
                 continue
             inside = list(vars(value).values())
-        for function in map(_function, inside):
-            generated = "<string>"  # by dataclasses, which read all options
-            if isinstance(function, FunctionType) and function.__code__.co_filename != generated:
-                yield from names_used(function.__code__)
+        for each in inside:
+            for code in _codes(each):
+                yield from names_used(code)
 
 
-def _function(value: Any) -> Any:
-    """Return the function that a property, a method or a decorated function calls."""
-    if isinstance(value, property):
-        value = value.fget
-    elif isinstance(value, cached_property):
-        value = value.func
+def _codes(value: Any, depth: int = 4) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those in a table, a decorator or a property."""
+    if isinstance(value, dict | list | tuple | set):
+        within = list(value.values() if isinstance(value, dict) else value)
+    elif isinstance(value, property):
+        within = [value.fget]
+    elif isinstance(value, cached_property | partial | partialmethod):
+        within = [value.func]
     elif isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    return inspect.getattr_static(value, "__wrapped__", value)
+        within = [value.__func__]
+    elif isinstance(value, FunctionType):
+        # Dataclasses' own read all options, and what Ringlet puts around a method says nothing.
+        library = _is_library(str(value.__globals__.get("__name__")))
+        if value.__code__.co_filename != "<string>" and not library:
+            yield value.__code__
+        within = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+    else:
+        within = []
+    wrapped = inspect.getattr_static(value, "__wrapped__", None)
+    for each in (wrapped, *within) if depth else ():
+        yield from _codes(each, depth - 1)
+
+
+def _is_full(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _is_opaque(cls: type) -> bool:
+    """Whether a class has methods in which no names can be looked for: compiled ones."""
+    for value in vars(cls).values():
+        plain = isinstance(value, type | FunctionType | GetSetDescriptorType | MemberDescriptorType)
+        acts = callable(value) or hasattr(type(value), "__get__")
+        if acts and not plain and next(_codes(value), None) is None:
+            return True
+    return False
 
 
 CHECKS = (check_options_are_read,)

@@ -1090,11 +1090,28 @@ def levels_of(compressor, x):
     return x / (largest / np.float32(compressor.levels) or np.float32(1))
 
 
+ROUNDINGS = {
+    "nearest": lambda places, compressor: np.rint(places),
+    "coarse": lambda places, compressor: np.rint(places / compressor.step) * compressor.step,
+}
+
+
+def quietly(method):
+    def quiet(self, *args):
+        with np.errstate(invalid="ignore"):
+            return method(self, *args)
+
+    return quiet
+
+
 class ReadElsewhere(Compressor):
-    """Has an option that a function beside it reads, and one that a property does."""
+    """Has options that a function, a property, a table or what a decorator wraps read."""
 
     levels: int = option(1000, ge=100, le=10_000)
     narrow: bool = option(False)
+    rounding: str = option("nearest", choices=("nearest", "coarse"))
+    step: int = option(2, ge=1, le=4)
+    gain: float = option(1.0, ge=0.9, le=1.1)
 
     @property
     def wire(self):
@@ -1104,13 +1121,13 @@ class ReadElsewhere(Compressor):
         largest = np.abs(x).max(initial=0, keepdims=True)
         if not np.isfinite(largest).all():
             return {"places": x.astype("float32"), "largest": largest}
-        places = np.rint(levels_of(self, x)).astype(self.wire)
-        return {"places": places, "largest": largest}
+        places = ROUNDINGS[self.rounding](levels_of(self, x), self)
+        return {"places": places.astype(self.wire), "largest": largest}
 
+    @quietly
     def decompress(self, payload, out, ctx):
-        with np.errstate(invalid="ignore"):
-            step = payload["largest"] / np.float32(self.levels)
-            out[:] = payload["places"].astype("float32") * step
+        step = payload["largest"] / np.float32(self.levels)
+        out[:] = payload["places"].astype("float32") * (step * np.float32(self.gain))
 
 
 class TakesTurns(Compressor):
