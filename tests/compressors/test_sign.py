@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ringlet.compressors import OptionError, parse
+from ringlet.compressors import OneBit, OptionError, parse
 from ringlet.compressors.base.contract import empty_payload
 from ringlet.compressors.testing import parametrize_with_checks
 from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
@@ -130,6 +130,13 @@ def test_reducing_shards_gives_the_same_vote(votes):
     out = decode(compressor, encode(compressor, total, contexts[0]), 200, contexts[0])
     compressor.finish(out, contexts[0])
     assert out.tobytes() == simulate(compressor, list(gradients))[0].tobytes()
+
+
+def test_onebit_is_as_small_as_it_says():
+    x = np.ones(1 << 20, np.float32)
+    sent = parse("onebit").compress(x, context(x))
+    times = x.nbytes / sum(array.nbytes for array in sent.values())
+    assert f" {times:.1f} times smaller than float32" in OneBit.__doc__
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
