@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import weakref
 from collections.abc import Mapping
 from functools import cache
 from types import TracebackType
@@ -38,17 +37,12 @@ def leave_on_exception(always: bool) -> None:
         _hook(always)
 
 
-class _Witness:
-    """Goes with the exception that has it."""
-
-
 @cache
 def _hook(always: bool) -> None:
     rank = os.getpid()
     show = sys.excepthook
     failed: list[BaseException] = []
-    asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0, or caught
-    witnesses: list[weakref.ref[_Witness]] = []  # of what it was called for last
+    asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0
 
     def code() -> int:
         """Return what the first of what failed, or else sys.exit, ends this process with."""
@@ -79,19 +73,7 @@ def _hook(always: bool) -> None:
     def exit_with(status: Any = None, /) -> NoReturn:
         # No hook sees the code of a SystemExit, and at exit it is too late to ask for it.
         asked[:] = [status] if isinstance(status, int) and status else [1] if status else []
-        try:
-            leave_now(status)
-        except SystemExit as error:
-            if asked:
-                vars(error)["_ringlet"] = witness = _Witness()
-                witnesses[:] = [weakref.ref(witness, gone)]
-                del witness
-            raise
-
-    def gone(_: object) -> None:
-        """Forget what was asked for where the program goes on: it, or a thread's end, caught it."""
-        if sys._getframe().f_back is not None:  # a SystemExit that nobody catches outlives all code
-            asked.clear()
+        leave_now(status)
 
     leave_now, sys.exit = sys.exit, exit_with
     sys.excepthook = note
