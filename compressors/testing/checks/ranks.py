@@ -198,7 +198,7 @@ def _at_step(compressor: Compressor, gradients: list[Array], step: int) -> list[
     return simulate(compressor.at(0), gradients, step=step, shape=shape)
 
 
-@needs(*PURE, "points_the_same_way", "non_finite_stays_visible")
+@needs(*PURE, "points_the_same_way", "non_finite_stays_visible", "sums_on_the_wire")
 def check_scales_with_its_values(compressor: Compressor) -> None:
     """Gradients carry a loss scale through compression, which is taken off the result, and shrink
     by orders of magnitude while a model trains: a step or threshold that fits one run is wrong in
