@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ringlet.compressors.testing import read_options
 from ringlet.compressors.testing.checks import (
     batches,
     buffers,
@@ -17,7 +18,6 @@ from ringlet.compressors.testing.checks import (
     overrides,
     program,
     ranks,
-    read_options,
     stages,
     tensor_sizes,
     training,
