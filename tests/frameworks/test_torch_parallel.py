@@ -600,8 +600,8 @@ def case_fsdp2_another_spec_on_one_rank():
     assert len(set(hvd.allgather_object(str(told.value)))) == 1
 
 
-class Moody(Compressor):
-    """Sends values as they are; raises on one rank, or has another payload there."""
+class Failing(Compressor):
+    """Raises where, and on which rank, its class is told."""
 
     bad = ("", -1)
 
@@ -609,12 +609,16 @@ class Moody(Compressor):
         if self.bad == (where, dist.get_rank()):
             raise KeyError(f"moody in {where}")
 
+    def traits(self):
+        return Traits(fixed_size=True, granularity=1)
+
+
+class Moody(Failing):
+    """Sends values as they are; raises on one rank, or has another payload there."""
+
     def at(self, step):
         self.come("at")
         return self
-
-    def traits(self):
-        return Traits(fixed_size=True, granularity=1)
 
     def layout(self, n):
         self.come("layout")
@@ -716,17 +720,8 @@ def case_hsdp_tells_all_shards_what_a_compressor_raises_in_one_of_them():
     check_failures_reach_all_ranks(own, ("compress", "decompress", "at"))
 
 
-class Halving(Compressor):
+class Halving(Failing):
     """Sends values in 16 bits; raises on one rank."""
-
-    bad = ("", -1)
-
-    def come(self, where):
-        if Halving.bad == (where, dist.get_rank()):
-            raise KeyError(f"moody in {where}")
-
-    def traits(self):
-        return Traits(fixed_size=True, granularity=1)
 
     def layout(self, n):
         self.come("layout")
