@@ -91,9 +91,13 @@ class EF21(Modifier):
         So what the owner of a shard knows of its sum: before this, others may not have decoded it.
         """
         server = remembered("server", out.size, ctx)
-        for offset, (n, payload) in ctx.state.pop("sent", {}).items():
+        sent_parts, left = ctx.state.pop("sent", {}), out.size
+        for offset, (n, payload) in reversed(sent_parts.items()):
             if not isinstance(offset, int):  # of a step that failed, out of a file of text keys
                 continue
+            if n > left:  # the newest are the whole: this is of a failed step, cut at other places
+                break
+            left -= n
             piece = slice(offset, offset + n)
             at = dataclasses.replace(ctx, offset=offset)
             sent = self._decoded(payload, n, at)
@@ -121,7 +125,9 @@ class EF21(Modifier):
         """Remember what was sent, and of which sum, until ``finish``."""
         copies = {name: _lent_copy(array, ctx) for name, array in payload.items()}
         if ctx.stage == 1:
-            ctx.state.setdefault("sent", {})[ctx.offset] = (x.size, copies)
+            parts = ctx.state.setdefault("sent", {})
+            parts.pop(ctx.offset, None)  # of a step that failed: the order is that of this step
+            parts[ctx.offset] = (x.size, copies)
         else:
             ctx.state["sent"] = (_lent_copy(x, ctx), copies)
 

@@ -150,6 +150,24 @@ def test_what_a_failed_step_left_in_a_file_is_not_taken_for_this_steps():
         np.testing.assert_array_equal(outs[0], simulate(compressor, [normal(0, n)], [{}])[0])
 
 
+@given(failed=st.lists(st.integers(1, 8), max_size=7), cut=st.lists(st.integers(1, 8), max_size=7))
+def test_what_a_failed_step_sent_in_other_parts_is_forgotten(failed, cut):
+    compressor, n, states = parse("int4(bucket=32) | ef21"), 256, [{}, {}]
+    for step, x in enumerate((normal(1, n), normal(2, n))):
+        for state, cuts in zip(states, (cut if step else failed, []), strict=True):
+            edges = [32 * edge for edge in sorted({0, *cuts, 8})]
+            out = np.empty(n, np.float32)
+            for start, stop in pairwise(edges):
+                ctx = context(n, state, offset=start)
+                payload = encode(compressor, x[start:stop], ctx)
+                compressor.decompress(payload, out[start:stop], ctx)
+            if step:  # the first one comes to no end
+                compressor.finish(out, context(n, state))
+    assert states[0].keys() == states[1].keys()
+    for name, known in states[1].items():
+        np.testing.assert_array_equal(states[0][name], known)
+
+
 def test_ef21_in_two_stages():
     """Shards are compressed again by their owner, who tracks what all ranks know."""
     compressor, n, size = parse("int4(bucket=32) | ef21"), 256, 4
