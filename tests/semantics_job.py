@@ -82,8 +82,9 @@ def watch_fsdp():
     def reduced(self, comm, place, values, total, pieces):
         step = self.step
         reduce(self, comm, place, values, total, pieces)
-        sent = place.workspace.array("send", pieces[-1].end * comm.size, "uint8")
-        for name, piece in zip(SHAPES, pieces, strict=True):
+        first = pieces[0]
+        sent = place.workspace.array("send", first[-1].end * comm.size, "uint8")
+        for name, piece in zip(SHAPES, first, strict=True):
             if not isinstance(piece.compressor, NoCompression):
                 note(comm.rank, name, step, 0, piece.payload(sent))
 

@@ -37,7 +37,7 @@ _ONE_BY_ONE = (
 
 _FSDP1 = (
     "FullyShardedDataParallel hands its hooks one flat gradient, which ddp_hook does not take: "
-    "shard the model with fully_shard(model) instead, and call hvd.compress_fsdp(model, spec)"
+    "leave out register_comm_hook and call hvd.compress_fsdp(model, spec)"
 )
 
 

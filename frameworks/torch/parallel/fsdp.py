@@ -1,4 +1,4 @@
-"""Compression inside FSDP2: of gradients, which are reduced, and of parameters, which are gathered.
+"""Compression inside FSDP: of gradients, which are reduced, and of FSDP2's gathered parameters.
 
 fully_shard(model)
 ringlet.torch.compress_fsdp(model, "int8", gather="int8")
@@ -7,9 +7,9 @@ ringlet.torch.compress_fsdp(model, "int8", gather="int8")
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,14 @@ from ringlet.shared.compression import as_compressor
 from ringlet.torch.ops.entry_points import public
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.fsdp_params import levels
-from ringlet.torch.parallel.fsdp_transport import Ways, described, labelled, sharded_modules
-
-if TYPE_CHECKING:
-    from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
+from ringlet.torch.parallel.fsdp_reduction import FsdpReduction, check_scatterable
+from ringlet.torch.parallel.fsdp_transport import (
+    Ways,
+    check_model,
+    described,
+    labelled,
+    sharded_modules,
+)
 
 log = logging.getLogger("ringlet")
 
@@ -32,15 +36,15 @@ _ADVICE = "Save state_dict() of what compress_fsdp returns on every rank, and lo
 
 
 class FsdpState:
-    """The compressed reduce-scatters of a model, by FSDP module, and what they remember."""
+    """The compressed reductions of a model, by FSDP module, and what they remember."""
 
-    def __init__(self, made: list[CompressedReduceScatter], ways: Ways) -> None:
+    def __init__(self, made: Sequence[FsdpReduction[Any]], ways: Ways) -> None:
         self._made, self._ways = made, ways
 
     def __len__(self) -> int:
         return len(self._made)
 
-    def __iter__(self) -> Iterator[CompressedReduceScatter]:
+    def __iter__(self) -> Iterator[FsdpReduction[Any]]:
         return iter(self._made)
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,67 +89,83 @@ class FsdpState:
 def compress_fsdp(
     module: torch.nn.Module, compression: Any = None, gather: Any = None
 ) -> FsdpState:
-    """Compress what every FSDP2 module inside ``module`` exchanges; return what remembers.
+    """Compress what every FSDP module inside ``module`` exchanges; return what remembers.
 
     ``compression`` of gradients, and ``gather`` of parameters, are specs or compressors of fixed
     size; None sends them as torch does. Parameters are decoded by all ranks, their owner among
-    them, who updates its own shard as it is.
+    them, who updates its own shard as it is. FSDP1, ``FullyShardedDataParallel``, gathers them
+    as they are.
 
     Raises InvalidArgument where there is no FSDP module or one that is replicated and not sharded,
-    torch is too old (before 2.9), or for a compressor whose payloads cannot be scattered:
-    sparsifiers of variable size, low rank, shared scales, and what has to see the whole result
-    (ef21, signsgd). So for one of parameters that remembers, has a schedule, or loses more than a
-    tenth of their squared norm. The first forward raises Mismatch, on all ranks, where some
-    compress otherwise. What a compressor of gradients raises on one rank, ``backward`` raises on
-    all of them when it ends; the gradients are of no use then, and training may go on. What one of
-    parameters raises, ``forward`` raises.
+    torch is too old for FSDP2's hooks (before 2.9), or for a compressor whose payloads cannot be
+    scattered: sparsifiers of variable size, low rank, shared scales, and what has to see the whole
+    result (ef21, signsgd). So for one of parameters that remembers, has a schedule, or loses more
+    than a tenth of their squared norm, and for any of FSDP1's. The first forward, or FSDP1's first
+    backward, raises Mismatch, on all ranks, where some compress otherwise. What a compressor of
+    gradients raises on one rank, ``backward`` raises on all of them when it ends; the gradients are
+    of no use then, and training may go on. What one of parameters raises, ``forward`` raises.
     """
-    modules = sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
+    check_model(module, "compress_fsdp")
+    from ringlet.torch.parallel.fsdp1 import compress_flat, flat_modules  # imports all of FSDP1
+
     compressor, gathering = as_compressor(compression), as_compressor(gather)
     gathers = not isinstance(gathering, NoCompression)
+    told = described(compressor) + (f", gather={described(gathering)}" if gathers else "")
+    flat = list(flat_modules(module))
+    modules = [] if flat else sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
     if compression is None and gather is None and dist.get_rank() == 0:
         log.warning(
             "compress_fsdp compresses nothing: name a compressor of gradients, gather=... one of "
             "parameters, or both, such as compress_fsdp(model, 'int8', gather='int8')"
         )
+    if not isinstance(compressor, NoCompression):
+        check_scatterable(compressor)
+    ways = Ways(told, module, [each for _, each in modules], gathers=gathers)
+    if not flat:
+        return FsdpState(_compress_sharded(compressor, gathering, modules, ways), ways)
+    if gathers:
+        raise InvalidArgument(
+            "FSDP1 has no hook for the parameters that it gathers, so gather= needs FSDP2: shard "
+            "the model with fully_shard(model) in place of FullyShardedDataParallel(model)"
+        )
+    return FsdpState(compress_flat(compressor, labelled(flat), ways), ways)
+
+
+def _compress_sharded(
+    compressor: Compressor, gathering: Compressor, modules: list[tuple[str, Any]], ways: Ways
+) -> list[FsdpReduction[Any]]:
+    """Let FSDP2 modules compress; return the reductions of their gradients."""
     from ringlet.torch.parallel.fsdp_gather import (  # what older torch lacks
         CheckedAllGather,
         CompressedAllGather,
         check_gatherable,
     )
-    from ringlet.torch.parallel.fsdp_scatter import (
-        CheckedReduceScatter,
-        CompressedReduceScatter,
-        check_scatterable,
-    )
+    from ringlet.torch.parallel.fsdp_scatter import CheckedReduceScatter, CompressedReduceScatter
 
-    told = described(compressor) + (f", gather={described(gathering)}" if gathers else "")
-    ways = Ways(told, module, [each for _, each in modules], gathers=gathers)
     scatters = not isinstance(compressor, NoCompression)
-    if scatters:
-        check_scatterable(compressor)
-    if gathers:
+    if ways.gathers:
         check_gatherable(gathering)
-    for name, each in modules if scatters or gathers else ():
+    for name, each in modules if scatters or ways.gathers else ():
         if levels(each)[0] == 1 < levels(each)[1]:
             raise InvalidArgument(
                 f"{name or 'the module'} is replicated and not sharded, so that there is no "
                 "reduce-scatter to compress; use DistributedDataParallel with hvd.ddp_hook, or "
                 "shard it over the mesh of one replica and call hvd.compress_hsdp"
             )
-    made = []
+    made: list[FsdpReduction[Any]] = []
     for name, each in labelled(modules):
         # What no rank can have compressed, such as a module of several meshes, is not checked.
-        with nullcontext() if gathers else suppress(ValueError):
+        with nullcontext() if ways.gathers else suppress(ValueError):
             each.set_custom_all_gather(
                 CompressedAllGather(gathering, name, each, ways)
-                if gathers
+                if ways.gathers
                 else CheckedAllGather(each, ways)
             )
         if scatters:
-            made.append(CompressedReduceScatter(compressor, name, each, ways))
-            each.set_custom_reduce_scatter(made[-1])
+            reduction = CompressedReduceScatter(compressor, name, each, ways)
+            each.set_custom_reduce_scatter(reduction)
+            made.append(reduction)
         else:
             with suppress(ValueError):
                 each.set_custom_reduce_scatter(CheckedReduceScatter(each, ways))
-    return FsdpState(made, ways)
+    return made

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from ringlet.compressors import Compressor, Context
-from ringlet.compressors.base.nesting import overrides
-from ringlet.compressors.core.context import State
-from ringlet.fusion import CompressionFailed
-from ringlet.fusion.devices.host import Place
+from ringlet.compressors import Compressor
 from ringlet.job.process_sets import InvalidArgument
-from ringlet.ring.communicator import Communicator
-from ringlet.ring.dtypes import Array
 from ringlet.torch.ops.entry_points import untraced
-from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, told
+from ringlet.torch.parallel import fsdp_pieces
 from ringlet.torch.parallel.fsdp_params import (
     Reduced,
     lengths,
@@ -30,24 +23,9 @@ from ringlet.torch.parallel.fsdp_params import (
     span_key,
     torchs_own,
 )
-from ringlet.torch.parallel.fsdp_pieces import Piece, divided
-from ringlet.torch.parallel.fsdp_transport import Way, Ways
-from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
-
-
-def check_scatterable(compressor: Compressor) -> None:
-    """Raise InvalidArgument unless ``compressor`` serves in a reduce-scatter."""
-    traits = compressor.traits()
-    if not traits.fixed_size or traits.combine == "rounds":
-        raise InvalidArgument(
-            f"{str(compressor)!r} cannot compress a reduce-scatter, whose pieces have a fixed size "
-            "and one receiver each; use a cast, a quantiser, topk or block_topk"
-        )
-    if overrides(compressor, "finish"):
-        raise InvalidArgument(
-            f"{str(compressor)!r} cannot compress a reduce-scatter: it has to see the result, of "
-            "which a rank gets its shard alone; use ef in place of ef21, onebit in place of signsgd"
-        )
+from ringlet.torch.parallel.fsdp_pieces import Piece
+from ringlet.torch.parallel.fsdp_reduction import FsdpReduction
+from ringlet.torch.parallel.fsdp_transport import Ways
 
 
 def _divisor(op: Any, size: int) -> float:
@@ -91,27 +69,17 @@ class CheckedReduceScatter(ReduceScatter):
         return self.own(output_tensor, input_tensor, group, op, async_op)
 
 
-class CompressedReduceScatter(ReduceScatter):
-    """One FSDP module's reduce-scatter: what goes to a rank is compressed by who sends it.
+class CompressedReduceScatter(FsdpReduction["Reduced | None"], ReduceScatter):
+    """One FSDP2 module's reduce-scatter, in which each parameter's shards are compressed alone.
 
-    FSDP hands over one flat tensor: for every rank its shards of all parameters, one behind the
-    other. Each shard is compressed on its own, so that quantisation buckets start anew with it;
-    small ones travel as they are. Sums are formed in float32, in rank order. With error feedback a
-    rank keeps a residual of the whole unsharded gradient: 4 bytes an element of the module. Needs
-    a compressor of fixed size whose payloads are decoded to be summed, in every step of a schedule.
+    FSDP hands over, for every rank, its shards of all parameters, one behind the other.
+    Quantisation buckets start anew with each of them.
     """
 
     def __init__(self, compressor: Compressor, name: str, module: FSDPModule, ways: Ways) -> None:
-        self.compressor, self.name = compressor, name
+        super().__init__(compressor, name, ways)
         self.own = torchs_own(module, "_reduce_scatter_comm", DefaultReduceScatter())
-        self.states: dict[str, State] = {}  # by destination and first element
-        self.step = 0
-        self.ways = ways
-        self.loaded = False  # what is remembered, so that it lies in host memory
-        self.now: Compressor | None = compressor  # in this step; None where a rank has none
-        self.scheduled = overrides(compressor, "at")
         self._module = module
-        self._pieces: dict[tuple[Compressor, Reduced | None, int], list[Piece]] = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for FSDP's inputs and outputs."""
@@ -133,36 +101,23 @@ class CompressedReduceScatter(ReduceScatter):
         caller = sys._getframe(1)
         way, replicas = self.ways.of_all(group, caller)
         divisor = _divisor(op, way.comm.size)
-        self.ways.expect(way, replicas)
-        if self.scheduled:
-            self._agree_on_schedules(way)
-        if self.now is None:
-            output_tensor.zero_()
-            return
-        where = place_of(input_tensor, engine=way)
-        comm, place = way.comm, way.places[where]
-        wide = packed(input_tensor.detach().float(), where)
-        device = "cpu" if where == HOST else output_tensor.device
-        result = torch.empty(output_tensor.shape, dtype=torch.float32, device=device)
-        values, total = flat_at(wide, where), flat_at(result, where)
-        for state in self.states.values() if self.loaded else ():
-            place.bring(state)
-        self.loaded = False
-        params = reduced(self._module, total.size, caller)
-        pieces = self._pieces_of(way, params, total.size)
-        if pieces is None:
-            output_tensor.zero_()
-            return
-        ready = place.ready()
-        with place.at_work():
-            place.after([ready])
-            self._reduce(comm, place, values, total, pieces)
-            mark = place.done([values, total])
-        if mark is not None:
-            mark.collect()
-        output_tensor.copy_(result / divisor)
-        self.ways.outcome.count(comm, self.name, self.step, params)
-        self.step += 1
+        params = reduced(self._module, output_tensor.numel(), caller)
+        self.reduce(output_tensor, input_tensor, way, divisor, params, replicas)
+
+    def divided(
+        self, compressor: Compressor, params: Reduced | None, n: int, size: int
+    ) -> list[list[Piece]]:
+        """Return the same pieces for each rank: one, where it is not known of which parameters."""
+        if params is None:
+            pieces = fsdp_pieces.divided(compressor, [(0, n)], lambda first, end: f"?{n}")
+        else:
+            group = params.group
+            pieces = fsdp_pieces.divided(
+                compressor,
+                params.spans,
+                lambda first, end: span_key(group, first, end).removeprefix("0."),
+            )
+        return [list(pieces)] * size
 
     def expects(self, keys: Iterable[str]) -> dict[str, int | None]:
         """Return those of a checkpoint's ``keys`` under which something can be remembered here.
@@ -174,134 +129,3 @@ class CompressedReduceScatter(ReduceScatter):
         }
         inner = {key: key.partition(".")[2] for key in keys}  # behind the destination
         return {k: known.get(i) for k, i in inner.items() if i in known or i.startswith("?")}
-
-    def plan(self) -> BackwardFailure | None:
-        """Take what a schedule has for the step at hand; return what it raised, if it did."""
-        self.now = None
-        try:
-            now = self.compressor.at(self.step)
-            check_scatterable(now)
-        except InvalidArgument as error:
-            return BackwardFailure(Stage.PLAN, InvalidArgument.__name__, str(error))
-        except BaseException as error:
-            return self._failure(Stage.PLAN, self.compressor, self.compressor.at, self.name, error)
-        self.now = now
-        return None
-
-    def _agree_on_schedules(self, way: Way) -> None:
-        """Take this step's compressors, once a backward pass for all modules that go this way."""
-        outcome, modules = self.ways.outcome, list(way.users)
-        if way.planned == outcome.passes:
-            modules = []
-        if self not in way.users:
-            way.users[self] = None
-            modules.append(self)
-        if not modules:
-            return
-        way.planned = outcome.passes
-        failures = [failure for failure in (each.plan() for each in modules) if failure]
-        plans = "".join(f"{each.name} {each.step} {each.now}\n" for each in modules)
-        found = outcome.agreed(way.comm, next(iter(failures), None), self.step, plans)
-        if found is not None:
-            outcome.note(found)
-            for each in modules:
-                each.now = None
-
-    def _pieces_of(self, way: Way, params: Reduced | None, n: int) -> list[Piece] | None:
-        """Return how what goes to a rank is divided; None where that fails on some rank."""
-        now = self.now
-        assert now is not None
-        pieces = self._pieces.get((now, params, n))
-        if pieces is None:
-            failure = None
-            try:
-                pieces = list(self._divide(now, params, n))
-            except BaseException as error:
-                failure = self._failure(Stage.PLAN, now, now.layout, self.name, error)
-            failure = self.ways.outcome.agreed(way.comm, failure, self.step, "")
-            if failure is not None:
-                self.ways.outcome.note(failure)
-                return None
-            assert pieces is not None
-            self._pieces[now, params, n] = pieces
-        return pieces
-
-    def _reduce(
-        self,
-        comm: Communicator,
-        place: Place,
-        values: Array,
-        total: Array,
-        pieces: list[Piece],
-    ) -> None:
-        n, workspace = total.size, place.workspace
-        nbytes = pieces[-1].end
-        send = workspace.array("send", nbytes * comm.size, np.uint8)
-        receive = workspace.array("receive", nbytes * comm.size, np.uint8)
-        failed = False
-        for rank in range(comm.size):
-            own, out = values[rank * n : (rank + 1) * n], send[rank * nbytes : (rank + 1) * nbytes]
-            for piece in [] if failed else pieces:
-                context = self._context(rank, piece, comm, place)
-                given = own[piece.start : piece.stop], piece.payload(out), context
-                failed = failed or self._fails(Stage.ENCODE, piece, "encode_into", *given)
-        if failed:
-            send[...] = 0  # the others wait for as many bytes
-        comm.alltoall(send, receive)
-        arrived = [receive[rank * nbytes : (rank + 1) * nbytes] for rank in range(comm.size)]
-        for piece in [] if failed else pieces:
-            context = self._context(comm.rank, piece, comm, place)
-            payloads = [piece.payload(part) for part in arrived]
-            out = total[piece.start : piece.stop]
-            failed = failed or self._fails(Stage.DECODE, piece, "sum_into", payloads, out, context)
-        if failed:
-            total[...] = 0
-
-    def _fails(self, stage: Stage, piece: Piece, method: str, *given: Any) -> bool:
-        """Whether a compressor's ``method`` raises something, which is noted."""
-        function = getattr(piece.compressor, method)
-        try:
-            function(*given)
-        except BaseException as error:  # such as SystemExit, or a panic of Rust's
-            what = f"tensor {given[-1].name!r} {list(given[-1].shape)}"
-            failure = self._failure(stage, piece.compressor, function, what, error)
-            self.ways.outcome.note(failure, error)
-            return True
-        return False
-
-    def _failure(
-        self,
-        stage: Stage,
-        compressor: Compressor,
-        function: Callable[..., object],
-        what: str,
-        error: BaseException,
-    ) -> BackwardFailure:
-        failed = CompressionFailed.of(compressor, function, what, error)
-        return BackwardFailure(stage, CompressionFailed.__name__, told(failed))
-
-    def _divide(self, compressor: Compressor, params: Reduced | None, n: int) -> Iterator[Piece]:
-        """Divide ``n`` elements; where it is not known of which parameters, all is one piece."""
-        if params is None:
-            return divided(compressor, [(0, n)], lambda first, end: f"?{n}")
-        group = params.group
-        return divided(
-            compressor,
-            params.spans,
-            lambda first, end: span_key(group, first, end).removeprefix("0."),
-        )
-
-    def _context(self, destination: int, piece: Piece, comm: Communicator, place: Place) -> Context:
-        key = f"{destination}.{piece.key}"
-        size = piece.stop - piece.start
-        return Context(
-            name=f"{self.name}.{key}",
-            shape=(size,),
-            numel=size,
-            state=self.states.setdefault(key, {}),
-            step=self.step,
-            rank=comm.rank,
-            size=comm.size,
-            xp=place.xp,
-            workspace=place.workspace,
-        )

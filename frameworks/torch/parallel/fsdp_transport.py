@@ -30,12 +30,8 @@ from ringlet.torch.parallel.backward_outcome import (
 from ringlet.torch.parallel.group_runtimes import watched
 
 
-def sharded_modules(module: Any, hook: str, caller: str) -> list[tuple[str, Any]]:
-    """Return the FSDP2 modules inside ``module`` by name; each has a method ``hook``.
-
-    Raises InvalidArgument where there is none, torch is too old to have that, or the job elastic;
-    TypeError for what is no module.
-    """
+def check_model(module: Any, caller: str) -> None:
+    """Raise TypeError for what is no module, InvalidArgument where the job is elastic."""
     if not isinstance(module, torch.nn.Module):
         what = type(module).__name__
         raise TypeError(f"the first argument of {caller} is the model, and not what is a {what}")
@@ -45,6 +41,13 @@ def sharded_modules(module: Any, hook: str, caller: str) -> list[tuple[str, Any]
         "use DistributedOptimizer with the whole model on every rank, or start the job without "
         "--min-np, --max-np and --host-discovery-script, and again from a checkpoint",
     )
+
+
+def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tuple[str, Any]]:
+    """Return the FSDP2 modules inside ``module`` by name; each has a method ``hook``.
+
+    Raises InvalidArgument where there is none, or torch is too old to have that.
+    """
     kind: Any = getattr(importlib.import_module("torch.distributed.fsdp"), "FSDPModule", None)
     if not hasattr(kind, hook):
         raise InvalidArgument(

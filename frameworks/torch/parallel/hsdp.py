@@ -39,7 +39,13 @@ from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
 from ringlet.torch.parallel.fsdp_params import Reduced, held, lengths, levels, reduced, span_key
-from ringlet.torch.parallel.fsdp_transport import Ways, described, labelled, sharded_modules
+from ringlet.torch.parallel.fsdp_transport import (
+    Ways,
+    check_model,
+    described,
+    labelled,
+    sharded_modules,
+)
 from ringlet.torch.parallel.group_runtimes import check_group, watched
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
@@ -228,6 +234,7 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     tensor parallel, and on all ranks of ``replicas`` where these hold different shards. What fails
     on one rank in ``backward`` is raised on all of them when it ends.
     """
+    check_model(module, "compress_hsdp")
     modules = sharded_modules(module, "set_all_reduce_hook", "compress_hsdp")
     compressor = as_compressor(compression)
     for name, each in modules:

@@ -72,8 +72,7 @@ def check_whole(p: Any, what: str) -> None:
     if getattr(p, "_fsdp_flattened", False):
         raise TypeError(
             f"{what} belongs to a FullyShardedDataParallel, which shards it and reduces its "
-            "gradients itself: shard the model with fully_shard(model) instead, call "
-            "hvd.compress_fsdp(model, spec), and use the optimizer as it is"
+            "gradients itself: call hvd.compress_fsdp(model, spec), and use the optimizer as it is"
         )
 
 

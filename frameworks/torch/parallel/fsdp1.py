@@ -1,0 +1,134 @@
+"""Compression of gradients inside FSDP1, ``FullyShardedDataParallel(model)``: a hook of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from ringlet.compressors import Compressor, NoCompression
+from ringlet.job.process_sets import InvalidArgument
+from ringlet.torch.ops.entry_points import untraced
+from ringlet.torch.parallel import fsdp_pieces
+from ringlet.torch.parallel.fsdp_pieces import Piece
+from ringlet.torch.parallel.fsdp_reduction import FsdpReduction
+from ringlet.torch.parallel.fsdp_transport import Ways
+
+
+class FlatReduction(FsdpReduction[None]):
+    """The reduction of one FSDP1 module, whose parameters are one flat one, cut evenly by ranks.
+
+    The part of each parameter that a rank gets is compressed on its own.
+    """
+
+    def __init__(self, compressor: Compressor, name: str, module: Any, ways: Ways) -> None:
+        super().__init__(compressor, name, ways)
+        self._group, flat = module.process_group, module._handle.flat_param
+        self._own = default_hooks.DefaultState(self._group)
+        self._numels: tuple[int, ...] = flat._numels_with_padding
+        self._size = self._group.size()
+
+    def __call__(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
+        """Overwrite ``shard`` with this rank's part of the mean over ranks.
+
+        Raises Mismatch, on all ranks, where some compress otherwise. What a compressor raises, on
+        any rank, is raised on all of them when backward ends.
+        """
+        way = self.ways.of(self._group)
+        if isinstance(self.compressor, NoCompression):
+            default_hooks.reduce_scatter_hook(self._own, gradient, shard)
+        else:
+            self.reduce(shard, gradient, way, self._size, None)
+
+    def divided(self, compressor: Compressor, params: None, n: int, size: int) -> list[list[Piece]]:
+        """Return the pieces of the ``n`` elements that go to each of ``size`` ranks."""
+        return [
+            list(fsdp_pieces.divided(compressor, self._spans(rank, n), _key))
+            for rank in range(size)
+        ]
+
+    def expects(self, keys: Iterable[str]) -> dict[str, int | None]:
+        """Return those of a checkpoint's ``keys`` under which something can be remembered here.
+
+        With each is of how many elements.
+        """
+        n = -(-sum(self._numels) // self._size)
+        known: dict[str, int | None] = {
+            f"{rank}.{_key(start, stop)}": stop - start
+            for rank in range(self._size)
+            for start, stop in self._spans(rank, n)
+        }
+        return {key: known[key] for key in keys if key in known}
+
+    def _spans(self, rank: int, n: int) -> list[tuple[int, int]]:
+        """Return where each parameter lies in the ``n`` elements of ``rank``; padding is last."""
+        spans, first, end = [], rank * n, 0
+        for numel in (*self._numels, self._size * n):
+            start, end = end, end + numel
+            span = max(start - first, 0), min(end - first, n)
+            if span[0] < span[1]:
+                spans.append(span)
+        return spans
+
+
+def _key(start: int, stop: int) -> str:
+    return f"{start}:{stop}"
+
+
+@untraced
+def reduce_flat(
+    reduction: FlatReduction, gradient: torch.Tensor, shard: torch.Tensor | None = None
+) -> None:
+    """Average the flat gradient of an FSDP1 module: the hook, whose state is its ``reduction``.
+
+    Without a ``shard`` there is one rank only.
+    """
+    if shard is not None:
+        reduction(gradient, shard)
+
+
+def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the FSDP1 modules inside ``module`` by the names that its parameters have without."""
+    for name, each in module.named_modules():
+        if isinstance(each, FullyShardedDataParallel):
+            parts = (part for part in name.split(".") if part != "_fsdp_wrapped_module")
+            yield ".".join(parts), each
+
+
+def compress_flat(
+    compressor: Compressor, modules: Iterable[tuple[str, Any]], ways: Ways
+) -> list[FlatReduction]:
+    """Let FSDP1 ``modules`` of one model compress their gradients; return their reductions.
+
+    Raises InvalidArgument for a compressor, or a sharding strategy, that does not serve.
+    """
+    named = list(modules)
+    for name, each in named:
+        strategy, instead = each.sharding_strategy, ""
+        if "HYBRID" in strategy.name:
+            instead = "use fully_shard over a mesh of two dimensions"
+        elif strategy == ShardingStrategy.NO_SHARD and each.process_group.size() > 1:
+            instead = "use DistributedDataParallel with hvd.ddp_hook"  # a single rank always has it
+        if instead:
+            raise InvalidArgument(
+                f"{name or 'the module'} is of FSDP1 with {strategy.name}, whose gradients "
+                f"compress_fsdp cannot compress; {instead}, or FULL_SHARD or SHARD_GRAD_OP"
+            )
+        if each._comm_hook not in (None, reduce_flat):
+            raise InvalidArgument(
+                f"{name or 'the module'} has a communication hook already, "
+                f"{getattr(each._comm_hook, '__name__', each._comm_hook)}; FSDP1 takes one, so "
+                "leave out register_comm_hook"
+            )
+        each._comm_hook = each._comm_hook_state = None
+    made = []
+    for name, each in named:
+        if each._handle is None:  # it has no parameters of its own
+            continue
+        each._comm_hook = reduce_flat
+        each._comm_hook_state = FlatReduction(compressor, name, each, ways)
+        made.append(each._comm_hook_state)
+    return made

@@ -1,0 +1,237 @@
+"""The gradient of one FSDP module, reduced to shards with payloads in its place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from ringlet.compressors import Compressor, Context
+from ringlet.compressors.base.nesting import overrides
+from ringlet.compressors.core.context import State
+from ringlet.fusion import CompressionFailed
+from ringlet.fusion.devices.host import Place
+from ringlet.job.process_sets import InvalidArgument
+from ringlet.ring.communicator import Communicator
+from ringlet.ring.dtypes import Array
+from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, told
+from ringlet.torch.parallel.fsdp_pieces import Piece
+from ringlet.torch.parallel.fsdp_transport import Way, Ways
+from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
+
+Params = TypeVar("Params", bound=Hashable)  # which parameters a reduction is of
+
+
+def check_scatterable(compressor: Compressor) -> None:
+    """Raise InvalidArgument unless ``compressor`` serves in a reduce-scatter."""
+    traits = compressor.traits()
+    if not traits.fixed_size or traits.combine == "rounds":
+        raise InvalidArgument(
+            f"{str(compressor)!r} cannot compress a reduce-scatter, whose pieces have a fixed size "
+            "and one receiver each; use a cast, a quantiser, topk or block_topk"
+        )
+    if overrides(compressor, "finish"):
+        raise InvalidArgument(
+            f"{str(compressor)!r} cannot compress a reduce-scatter: it has to see the result, of "
+            "which a rank gets its shard alone; use ef in place of ef21, onebit in place of signsgd"
+        )
+
+
+class FsdpReduction(ABC, Generic[Params]):
+    """One FSDP module's gradient, of which each rank gets its shard of the sum over ranks.
+
+    FSDP hands over one flat tensor, with as many elements for every rank. What goes to a rank is
+    compressed by who sends it, in pieces, each on its own; small ones travel as they are. Sums are
+    formed in float32, in rank order. With error feedback a rank keeps a residual of the whole
+    unsharded gradient: 4 bytes an element of the module. Needs a compressor of fixed size whose
+    payloads are decoded to be summed, in every step of a schedule.
+    """
+
+    def __init__(self, compressor: Compressor, name: str, ways: Ways) -> None:
+        self.compressor, self.name = compressor, name
+        self.states: dict[str, State] = {}  # by destination and first element
+        self.step = 0
+        self.ways = ways
+        self.loaded = False  # what is remembered, so that it lies in host memory
+        self.now: Compressor | None = compressor  # in this step; None where a rank has none
+        self.scheduled = overrides(compressor, "at")
+        self._pieces: dict[tuple[Compressor, Params, int], list[list[Piece]]] = {}
+
+    @abstractmethod
+    def divided(
+        self, compressor: Compressor, params: Params, n: int, size: int
+    ) -> list[list[Piece]]:
+        """Return the pieces of the ``n`` elements that go to each of ``size`` ranks."""
+
+    @abstractmethod
+    def expects(self, keys: Iterable[str]) -> dict[str, int | None]:
+        """Return those of a checkpoint's ``keys`` under which something can be remembered here.
+
+        With each is of how many elements, where that is known.
+        """
+
+    def reduce(
+        self,
+        output: torch.Tensor,
+        gradient: torch.Tensor,
+        way: Way,
+        divisor: float,
+        params: Params,
+        replicas: Way | None = None,
+    ) -> None:
+        """Overwrite ``output`` with this rank's part of the sum over ranks, over ``divisor``.
+
+        What a compressor raises, on any rank, is raised on all of them when backward ends.
+        """
+        self.ways.expect(way, replicas)
+        if self.scheduled:
+            self._agree_on_schedules(way)
+        if self.now is None:
+            output.zero_()
+            return
+        where = place_of(gradient, engine=way)
+        comm, place = way.comm, way.places[where]
+        wide = packed(gradient.detach().float(), where)
+        device = "cpu" if where == HOST else output.device
+        result = torch.empty(output.shape, dtype=torch.float32, device=device)
+        values, total = flat_at(wide, where), flat_at(result, where)
+        for state in self.states.values() if self.loaded else ():
+            place.bring(state)
+        self.loaded = False
+        pieces = self._pieces_of(way, params, total.size)
+        if pieces is None:
+            output.zero_()
+            return
+        ready = place.ready()
+        with place.at_work():
+            place.after([ready])
+            self._reduce(comm, place, values, total, pieces)
+            mark = place.done([values, total])
+        if mark is not None:
+            mark.collect()
+        output.copy_(result / divisor)
+        self.ways.outcome.count(comm, self.name, self.step, params)
+        self.step += 1
+
+    def plan(self) -> BackwardFailure | None:
+        """Take what a schedule has for the step at hand; return what it raised, if it did."""
+        self.now = None
+        try:
+            now = self.compressor.at(self.step)
+            check_scatterable(now)
+        except InvalidArgument as error:
+            return BackwardFailure(Stage.PLAN, InvalidArgument.__name__, str(error))
+        except BaseException as error:
+            return self._failure(Stage.PLAN, self.compressor, self.compressor.at, self.name, error)
+        self.now = now
+        return None
+
+    def _agree_on_schedules(self, way: Way) -> None:
+        """Take this step's compressors, once a backward pass for all modules that go this way."""
+        outcome, modules = self.ways.outcome, list(way.users)
+        if way.planned == outcome.passes:
+            modules = []
+        if self not in way.users:
+            way.users[self] = None
+            modules.append(self)
+        if not modules:
+            return
+        way.planned = outcome.passes
+        failures = [failure for failure in (each.plan() for each in modules) if failure]
+        plans = "".join(f"{each.name} {each.step} {each.now}\n" for each in modules)
+        found = outcome.agreed(way.comm, next(iter(failures), None), self.step, plans)
+        if found is not None:
+            outcome.note(found)
+            for each in modules:
+                each.now = None
+
+    def _pieces_of(self, way: Way, params: Params, n: int) -> list[list[Piece]] | None:
+        """Return how what goes to each rank is divided; None where that fails on some rank."""
+        now = self.now
+        assert now is not None
+        pieces = self._pieces.get((now, params, n))
+        if pieces is None:
+            failure = None
+            try:
+                pieces = self.divided(now, params, n, way.comm.size)
+            except BaseException as error:
+                failure = self._failure(Stage.PLAN, now, now.layout, self.name, error)
+            failure = self.ways.outcome.agreed(way.comm, failure, self.step, "")
+            if failure is not None:
+                self.ways.outcome.note(failure)
+                return None
+            assert pieces is not None
+            self._pieces[now, params, n] = pieces
+        return pieces
+
+    def _reduce(
+        self,
+        comm: Communicator,
+        place: Place,
+        values: Array,
+        total: Array,
+        pieces: list[list[Piece]],
+    ) -> None:
+        n, workspace = total.size, place.workspace
+        nbytes = max(each[-1].end for each in pieces)
+        send = workspace.array("send", nbytes * comm.size, np.uint8)
+        receive = workspace.array("receive", nbytes * comm.size, np.uint8)
+        failed = False
+        for rank in range(comm.size):
+            own, out = values[rank * n : (rank + 1) * n], send[rank * nbytes : (rank + 1) * nbytes]
+            for piece in [] if failed else pieces[rank]:
+                context = self._context(rank, piece, comm, place)
+                given = own[piece.start : piece.stop], piece.payload(out), context
+                failed = failed or self._fails(Stage.ENCODE, piece, "encode_into", *given)
+        if failed:
+            send[...] = 0  # the others wait for as many bytes
+        comm.alltoall(send, receive)
+        arrived = [receive[rank * nbytes : (rank + 1) * nbytes] for rank in range(comm.size)]
+        for piece in [] if failed else pieces[comm.rank]:
+            context = self._context(comm.rank, piece, comm, place)
+            payloads = [piece.payload(part) for part in arrived]
+            out = total[piece.start : piece.stop]
+            failed = failed or self._fails(Stage.DECODE, piece, "sum_into", payloads, out, context)
+        if failed:
+            total[...] = 0
+
+    def _fails(self, stage: Stage, piece: Piece, method: str, *given: Any) -> bool:
+        """Whether a compressor's ``method`` raises something, which is noted."""
+        function = getattr(piece.compressor, method)
+        try:
+            function(*given)
+        except BaseException as error:  # such as SystemExit, or a panic of Rust's
+            what = f"tensor {given[-1].name!r} {list(given[-1].shape)}"
+            failure = self._failure(stage, piece.compressor, function, what, error)
+            self.ways.outcome.note(failure, error)
+            return True
+        return False
+
+    def _failure(
+        self,
+        stage: Stage,
+        compressor: Compressor,
+        function: Callable[..., object],
+        what: str,
+        error: BaseException,
+    ) -> BackwardFailure:
+        failed = CompressionFailed.of(compressor, function, what, error)
+        return BackwardFailure(stage, CompressionFailed.__name__, told(failed))
+
+    def _context(self, destination: int, piece: Piece, comm: Communicator, place: Place) -> Context:
+        key = f"{destination}.{piece.key}"
+        size = piece.stop - piece.start
+        return Context(
+            name=f"{self.name}.{key}",
+            shape=(size,),
+            numel=size,
+            state=self.states.setdefault(key, {}),
+            step=self.step,
+            rank=comm.rank,
+            size=comm.size,
+            xp=place.xp,
+            workspace=place.workspace,
+        )
