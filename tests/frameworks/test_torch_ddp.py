@@ -426,6 +426,42 @@ def case_a_model_of_fsdp1_is_refused_with_what_to_do():
             model(numbers(0)).square().mean().backward()
 
 
+def case_optimizer_states_sharded_by_torch():
+    """Each rank steps on a part of the parameters, and sends that to the others by itself."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit
+
+    started()
+
+    def trained(zero):
+        own = layers()
+        inner = torch.optim.Adam(own.parameters(), lr=0.01)
+        if zero:
+            inner = ZeroRedundancyOptimizer(own.parameters(), torch.optim.Adam, lr=0.01)
+        optimizer = hvd.DistributedOptimizer(inner, own.named_parameters(), compression="int8 | ef")
+        for i in range(4):
+            optimizer.zero_grad()
+            own(numbers(i)).square().mean().backward()
+            optimizer.step()
+        assert hvd.replicas_equal(own.state_dict())
+        return own, optimizer
+
+    (plain, _), (own, optimizer) = trained(zero=False), trained(zero=True)
+    for ours, exact in zip(own.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, exact)
+    optimizer.consolidate_state_dict(to=0)
+    if hvd.rank() == 0:
+        assert optimizer.state_dict().keys() >= {"state", "param_groups", "ringlet"}
+    half = layers().bfloat16()
+    zero = ZeroRedundancyOptimizer(half.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"would not see the float32 masters.*amp_bf16"):
+        hvd.DistributedOptimizer(zero, half.named_parameters(), precision="bf16")
+    zero = ZeroRedundancyOptimizer(own.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="part of the parameters alone: op=Adasum"):
+        hvd.DistributedOptimizer(zero, own.named_parameters(), op=hvd.Adasum)
+    with pytest.raises(ValueError, match="part of the parameters alone: DiLoCo"):
+        hvd.DiLoCo(zero, own.named_parameters())
+
+
 class Branches(torch.nn.Module):
     """Two layers of which a step uses one."""
 

@@ -218,3 +218,25 @@ def refuse_strays(
                     f"parameter {j} of group {i}, shape {list(p.shape)}, was added or unfrozen "
                     f"after {kind} was made, so its gradient is not reduced; {cure}"
                 )
+
+
+def refuse_partitioned(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Raise ValueError, with ``why``, for an optimizer whose ranks each step on their own part.
+
+    So torch's ZeroRedundancyOptimizer and FairScale's OSS do, and send it to the others.
+    """
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    for kind in sorted(kinds & {"ZeroRedundancyOptimizer", "OSS"}):
+        raise ValueError(f"{kind} lets each rank step on a part of the parameters alone: {why}")
+
+
+def refuse_inner_groups(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Raise ValueError, with ``why``, if the optimizer has one inside with groups of its own."""
+    own = {id(group) for group in optimizer.param_groups}
+    inside = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+    for inner in inside:
+        if any(id(group) not in own for group in inner.param_groups):
+            raise ValueError(
+                f"{type(optimizer).__name__} steps by a {type(inner).__name__} inside, with "
+                f"parameter groups of its own: {why}"
+            )

@@ -27,7 +27,13 @@ from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
 from ringlet.torch.optimizer.lost_memory import mark, take_mark, warn_of_loaded_too_early
-from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
+from ringlet.torch.optimizer.naming import (
+    Named,
+    grouped_names,
+    name_parameters,
+    refuse_inner_groups,
+    refuse_partitioned,
+)
 from ringlet.torch.optimizer.reducer import NO_COPY, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler, cycle_of, of_scaler
 from ringlet.torch.precision.masters import PRECISION_KEY, Masters, going_on, scale_in
@@ -425,6 +431,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         held = masters_before.of_model(held)
     named = name_parameters(held, named_parameters)
     check_policy(policy, named, options.op)
+    if policy.masters:
+        refuse_inner_groups(
+            optimizer,
+            f"it would not see the float32 masters of policy {policy.name!r}; keep parameters in "
+            "float32 with precision='amp_bf16', or use another optimizer",
+        )
+    if options.op is ReduceOp.ADASUM:
+        refuse_partitioned(optimizer, "op=Adasum combines whole steps; use op=Average")
     check_wire(policy, options.router.compressors)
     if (before := last_made(optimizer)) is not None:
         before._ringlet_given.take_back(before)

@@ -17,7 +17,12 @@ from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
-from ringlet.torch.optimizer.naming import Named, name_parameters, refuse_strays
+from ringlet.torch.optimizer.naming import (
+    Named,
+    name_parameters,
+    refuse_partitioned,
+    refuse_strays,
+)
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 from ringlet.torch.optimizer.wrapper import DistributedOptimizer
@@ -61,6 +66,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
                 "inner is a DistributedOptimizer, which reduces gradients in every step: pass the "
                 "original optimizer, which steps on each rank alone"
             )
+        refuse_partitioned(inner, "DiLoCo's inner steps are whole; pass the optimizer inside it")
         agree_on_settings("DiLoCo", {"every": every})
         self.inner, self.every, self.steps = inner, every, 0
         # Groups and state are the inner optimizer's: there is nothing to set up but torch's hooks.
