@@ -40,13 +40,20 @@ class JaxState(ObjectState):
     ``jax.random``, among ``kwargs`` travel as arrays, other objects pickled; these are also NumPy's
     arrays of dtypes that JAX does not keep, such as int64. What ``reduce_gradients`` remembers is
     each rank's own: it is saved, restored, and carried over by the gradients' paths to another
-    number of ranks, but not synchronised.
+    number of ranks, but not synchronised. Raises TypeError for what is no optimizer, such as its
+    state.
     """
 
     params: Any
     opt_state: Any
 
     def __init__(self, params: Any, optimizer: optax.GradientTransformation, **kwargs: Any) -> None:
+        if not callable(getattr(optimizer, "init", None)):
+            raise TypeError(
+                f"the second argument is optax's optimizer, whose state JaxState makes, not a "
+                f"{type(optimizer).__name__}: write JaxState(params, optimizer), and find the "
+                "state in its opt_state"
+            )
         self.optimizer = optimizer
         super().__init__(params=params, opt_state=None, **kwargs)
 

@@ -529,6 +529,8 @@ def case_an_elastic_job_begins_from_a_checkpoint():
     given = {"w": jnp.asarray(np.random.default_rng(hvd.rank()).normal(size=3000), jnp.float32)}
     given["b"] = jnp.ones(2000)
     _, saved = optimizer.update(given, optimizer.init(params))
+    with pytest.raises(TypeError, match=r"write JaxState\(params, optimizer\)"):
+        hvd.elastic.JaxState(params, saved)
     state = hvd.elastic.JaxState(params, optimizer)
     state.opt_state = saved
     found, elastic.is_elastic = elastic.is_elastic, lambda: True
