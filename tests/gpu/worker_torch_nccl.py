@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringlet.torch as hvd
@@ -83,6 +83,15 @@ for spec, gather in ("fp16", None), ("int8 | ef", "int8"), ("block_topk | ef", "
     state.load_state_dict(saved)
     train(own, 1)
     same_everywhere([whole(own)], f"fsdp.{spec}")
+for spec in "none", "int8 | ef":
+    own = FullyShardedDataParallel(model(), device_id=gpu, use_orig_params=True)
+    hvd.compress_fsdp(own, spec)
+    train(own)
+    with FullyShardedDataParallel.summon_full_params(own):
+        found = torch.cat([p.detach().flatten() for p in own.parameters()])
+    same_everywhere([found], f"fsdp1.{spec}")
+    if spec == "none":
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 mesh = init_device_mesh("cuda", (size, 1), mesh_dim_names=("replicate", "shard"))
 for spec in "none", "topk(ratio=0.3) | ef":
     own = fully_shard(model(), mesh=mesh["shard"])
