@@ -62,7 +62,8 @@ class Batched(NamedTuple):
     ``decode`` returns False where a payload has an index beyond its tensor. ``names`` are the
     payload's arrays, four at most, in the kernels' order. ``key`` tells the key of a tensor's
     random numbers; kernels that draw none are given 0. ``memories`` are the residual, if there is
-    one, and perhaps one more.
+    one, and perhaps one more. Where ``keyed``, decoding draws as well: ``decode`` is given a fourth
+    table, rows with keys and offsets.
 
     A row for a whole tensor serves its pieces too, at the granularity that traits promise: what
     begins ``n`` elements later has its values, its memories and its offset ``n`` elements later.
@@ -78,6 +79,7 @@ class Batched(NamedTuple):
     memories: tuple[RowMemory, ...] = ()
     decay: float = 1.0
     key: Key = own_key
+    keyed: bool = False
 
     def table(self, payloads: Sequence[Payload], lengths: Sequence[int]) -> Array:
         """Return where payloads of so many elements lie; of use as long as they are there.
@@ -108,6 +110,10 @@ class Batched(NamedTuple):
         residual, second, *_ = (*(memory.place(n, ctx) for memory in self.memories), 0, 0)
         return at, residual, self.key(n, ctx) if self.draws else 0, ctx.offset, second
 
+    def decode_row(self, n: int, ctx: Context) -> Row:
+        """Return a tensor's row for ``sum_into``, with what is drawn where it is decoded."""
+        return 0, 0, self.key(n, ctx), ctx.offset, 0
+
     def moved(self, rows: Array, before: Array) -> Array:
         """Return the rows (uint64) of what begins so many elements (uint64) after each of them."""
         found = rows.copy()
@@ -129,16 +135,30 @@ class Batched(NamedTuple):
         kernel(tensors, payloads, np.float32(self.decay))
 
     def sum_into(
-        self, outs: Sequence[int] | Array, tables: Sequence[Array] | Array, scale: float = 1.0
+        self,
+        outs: Sequence[int] | Array,
+        tables: Sequence[Array] | Array,
+        scale: float = 1.0,
+        rows: Sequence[Row] | Array = (),
     ) -> None:
         """Overwrite outputs, which lie at ``outs``, with scale * the sum of payloads, in order.
 
-        Raises PayloadError for an index beyond a tensor's elements.
+        ``rows`` are those of ``decode_row``, of use where kernels are ``keyed``. Raises
+        PayloadError for an index beyond a tensor's elements.
         """
         if len(outs):
-            places, payloads = (np.ascontiguousarray(given, np.uint64) for given in (outs, tables))
-            if self.decode(places, payloads, np.float32(scale)) is False:
+            given = (np.ascontiguousarray(table, np.uint64) for table in (outs, tables, rows))
+            places, payloads, drawn = given
+            if self.decode_rows(places, payloads, np.float32(scale), drawn) is False:
                 raise PayloadError(f"{self.label()} received an index beyond a tensor's elements")
+
+    def decode_rows(
+        self, outs: Array, payloads: Array, scale: np.float32, rows: Array
+    ) -> bool | None:
+        """Call ``decode``, with ``rows`` where it takes them."""
+        if self.keyed:
+            return self.decode(outs, payloads, scale, rows)
+        return self.decode(outs, payloads, scale)
 
 
 class Exchanged(NamedTuple):

@@ -20,6 +20,7 @@ from ringlet.compressors.base.batched import (
     VALUES,
     Batched,
     Kernel,
+    Key,
     addresses,
     runs,
     starts_of,
@@ -32,8 +33,8 @@ Widening = Callable[[Array, Array, Array], None]
 _ONE = np.float32(1)
 
 
-def fed_back(encode: Kernel, decode: Kernel) -> Kernel:
-    """Return ``encode_fed`` of a ``Batched``, as ``Compressor.feedback_into`` does it.
+def fed_back(kernels: Batched) -> Kernel:
+    """Return ``encode_fed`` of a ``Batched`` without, as ``Compressor.feedback_into`` does it.
 
     x + decay * e is encoded, and decoded again; e keeps the difference where it is finite.
     """
@@ -48,8 +49,8 @@ def fed_back(encode: Kernel, decode: Kernel) -> Kernel:
             feedback.add_many(own, sent, decay, places)
             plain = own.copy()
             plain[:, VALUES], plain[:, RESIDUAL] = places, 0
-            encode(plain, sent, _ONE)
-            decode(outs, sent[None], _ONE)
+            kernels.encode(plain, sent, _ONE)
+            kernels.decode_rows(outs, sent[None], _ONE, plain)
             feedback.keep_many(own, sent, places, outs)
 
     return encode_fed
@@ -77,14 +78,14 @@ def narrowed(encode_fed: Kernel, widen: Widening, narrow: Widening) -> Kernel:
     return encode_kept
 
 
-def with_momentum(encode_fed: Kernel, decode: Kernel, momentum: float, masking: bool) -> Kernel:
+def with_momentum(kernels: Batched, momentum: float, masking: bool) -> Kernel:
     """Return ``encode_fed`` of a ``Batched`` for ``momentum_correction``, whose residual is v.
 
     The second memory is u; where there is none, what is lost is kept in v alone.
     """
     from ringlet.compressors.kernels.cpu.modifiers import state_updates
 
-    weight = np.float32(momentum)
+    weight, encode_fed = np.float32(momentum), kernels.encode_fed or fed_back(kernels)
 
     def encode_advanced(tensors: Array, payloads: Array, decay: np.float32) -> None:
         if not tensors[0, SECOND]:
@@ -99,10 +100,38 @@ def with_momentum(encode_fed: Kernel, decode: Kernel, momentum: float, masking: 
             moved = own.copy()
             moved[:, VALUES] = places
             encode_fed(moved, sent, _ONE)
-            decode(outs, sent[None], _ONE)
+            kernels.decode_rows(outs, sent[None], _ONE, moved)
             state_updates.settle_many(own, sent, places, outs, masking)
 
     return encode_advanced
+
+
+def rotated(kernels: Batched, block: int, key: Key) -> Batched:
+    """Return the kernels of a compressor behind a Hadamard rotation, whose signs ``key`` draws.
+
+    ``kernels`` draw nothing and remember nothing.
+    """
+    from ringlet.compressors.kernels.cpu.modifiers import hadamard
+
+    def encode(tensors: Array, payloads: Array, decay: np.float32) -> None:
+        for rows in runs(payloads[:, LENGTH]):
+            own, sent = tensors[rows], payloads[rows]
+            starts, total = _laid_out(sent[:, LENGTH])
+            turned = np.empty(total, np.float32)
+            given = own.copy()
+            given[:, VALUES] = addresses(turned, starts)
+            hadamard.rotate_many(own, sent, block, given[:, VALUES])
+            kernels.encode(given, sent, decay)
+
+    def decode(outs: Array, payloads: Array, scale: np.float32, rows: Array) -> bool:
+        if kernels.decode(outs, payloads, _ONE) is False:
+            return False
+        hadamard.restore_many(rows, payloads[0], block, scale, outs)
+        return True
+
+    return kernels._replace(
+        encode=encode, encode_fed=None, decode=decode, draws=True, key=key, keyed=True
+    )
 
 
 def chained(
@@ -116,11 +145,12 @@ def chained(
     """Return the kernels of ``first | second``, of which neither remembers anything.
 
     ``part`` names first's array that second compresses, which has ``count(n)`` values for a tensor
-    of ``n``. None where the payload has too many arrays, or where both draw random numbers.
+    of ``n``. None where the payload has too many arrays, where both draw random numbers, or one
+    to decode.
     """
     outer = [name for name in first.names if name != part]
     names = (*outer, *(f"{part}.{name}" for name in second.names))
-    if len(names) > ARRAYS or (first.draws and second.draws):
+    if len(names) > ARRAYS or (first.draws and second.draws) or first.keyed or second.keyed:
         return None
     column = {name: 1 + place for place, name in enumerate(first.names)}
     chain = _Chain(first, second, cache(count), column[part], [column[name] for name in outer])

@@ -74,7 +74,7 @@ def precompile_batched(compressor: Compressor, x: Array, payload: Payload, ctx: 
         for stage in (1, 2):  # in one of them residuals may be fed back
             row = kernels.values(x, dataclasses.replace(ctx, stage=stage))
             kernels.encode_into([row], table)
-        kernels.sum_into([row[0]], [table])
+        kernels.sum_into([row[0]], [table], rows=[kernels.decode_row(x.size, ctx)])
 
 
 def precompile_many(compressor: Compressor, payload: Payload, ctx: Context) -> None:

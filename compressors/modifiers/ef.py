@@ -188,7 +188,7 @@ class ErrorFeedback(Modifier):
         inner = self.wrapped_compressor.batched() if own else None
         if inner is None or inner.memories:
             return None
-        fed, store = inner.encode_fed or fed_back(inner.encode, inner.decode), self.store
+        fed, store = inner.encode_fed or fed_back(inner), self.store
         memories: tuple[RowMemory, ...]
         if store is None:
             memories = (RowMemory(self._lent, "residual"),)

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Exchange, Payload, Traits
+from ringlet.compressors.base.batched import Batched
+from ringlet.compressors.base.composed_batches import rotated
+from ringlet.compressors.base.contract import Exchange, Payload, Traits, keeps
 from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, Context
@@ -118,6 +120,14 @@ class Hadamard(Modifier):
         self._restore(out, ctx, out)
         if local is not None:
             self._restore(local, ctx, local)
+
+    def batched(self) -> Batched | None:
+        """The wrapped compressor's kernels for many tensors a call, where these draw nothing."""
+        own = keeps(self, Hadamard, "encode_into", "feedback_into", "decompress", "sum_into")
+        inner = self.wrapped_compressor.batched() if own else None
+        if inner is None or inner.draws or inner.memories or inner.keyed:
+            return None
+        return rotated(inner, self.block, lambda n, ctx: ctx.key(shared=True))
 
     # -- the rotation: array code, then the kernels that agree with it bit for bit -------------
 

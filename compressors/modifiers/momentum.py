@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.batched import Batched, RowMemory
-from ringlet.compressors.base.composed_batches import fed_back, with_momentum
+from ringlet.compressors.base.composed_batches import with_momentum
 from ringlet.compressors.base.contract import Payload, Traits, keeps
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.base.norms import shrinking
@@ -95,9 +95,8 @@ class MomentumCorrection(Modifier):
         inner = self.wrapped_compressor.batched() if own and not self.clip else None
         if inner is None or inner.memories:
             return None
-        fed = inner.encode_fed or fed_back(inner.encode, inner.decode)
         return inner._replace(
-            encode_fed=with_momentum(fed, inner.decode, self.momentum, self._masks()),
+            encode_fed=with_momentum(inner, self.momentum, self._masks()),
             memories=(RowMemory(partial(remembered, "v"), "v"), RowMemory(_momentum, "u")),
         )
 

@@ -153,9 +153,16 @@ class SmallMembers:
             rows[a:b, VALUES] = self._staged(pieces[a:b])
             self._call(self._kernels.encode_into, pieces[a:b], rows[a:b], table[a:b])
 
-    def decode_sum(self, part: int, payloads: Sequence[Array], scaled: bool = True) -> None:
+    def decode_sum(self, part: int, payloads: Sequence[Array]) -> None:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
-        pieces, scale = self._pieces[part], self._postscale if scaled else 1.0
+        self._decode(part, payloads, self._postscale, stage=1)
+
+    def decode(self, part: int, payload: Array) -> None:
+        """Overwrite the outputs of a shard."""
+        self._decode(part, [payload], 1.0, stage=2)
+
+    def _decode(self, part: int, payloads: Sequence[Array], scale: float, stage: int) -> None:
+        pieces, rows = self._pieces[part], self._decode_rows(part, stage)
         tables = np.stack([self._table(part, payload) for payload in payloads])
         decode = self._kernels.sum_into
         if self._outs is None:
@@ -163,27 +170,25 @@ class SmallMembers:
         if self._outs:
             outs = np.array(self._outs, np.uint64)[self._owners[part]]
             outs += self._before[part] * _FLOAT
-            self._call(decode, pieces, outs, tables, scale)
+            self._call(decode, pieces, outs, tables, scale, rows)
             return
         for a, b in self._groups[part]:
             room, outs = self._room(pieces[a:b])
-            self._call(decode, pieces[a:b], outs, tables[:, a:b])
+            self._call(decode, pieces[a:b], outs, tables[:, a:b], 1.0, rows[a:b])
             self._deliver(room, pieces[a:b], scale)
 
     def encode_sum(self, part: int, payloads: Sequence[Array], out: Array) -> None:
         """Encode the scaled sum of everybody's payloads into ``out``. Raises CompressionFailed."""
         pieces, table = self._pieces[part], self._table(part, out)
         tables = np.stack([self._table(part, payload) for payload in payloads])
-        rows = self._rows_of(pieces, [], part, self._parts, stage=2)
+        drawn, rows = self._decode_rows(part, 1), self._rows_of(pieces, [], part, self._parts, 2)
         for a, b in self._groups[part]:
-            _, outs = self._room(pieces[a:b])
-            self._call(self._kernels.sum_into, pieces[a:b], outs, tables[:, a:b], self._postscale)
+            given, (_, outs) = pieces[a:b], self._room(pieces[a:b])
+            self._call(
+                self._kernels.sum_into, given, outs, tables[:, a:b], self._postscale, drawn[a:b]
+            )
             rows[a:b, VALUES] = outs
-            self._call(self._kernels.encode_into, pieces[a:b], rows[a:b], table[a:b])
-
-    def decode(self, part: int, payload: Array) -> None:
-        """Overwrite the outputs of a shard."""
-        self.decode_sum(part, [payload], scaled=False)
+            self._call(self._kernels.encode_into, given, rows[a:b], table[a:b])
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -217,6 +222,17 @@ class SmallMembers:
             self._inputs = _addresses(inputs)
             self._rows = self._rows_of(self._whole, self._inputs, 0, 1, stage=1)
         return self._kernels.moved(self._rows[self._owners[part]], self._before[part])
+
+    def _decode_rows(self, part: int, stage: int) -> Array:
+        """Return the rows with what is drawn where a part's pieces are decoded; none if nothing."""
+        pieces, parts = self._pieces[part], self._parts
+        if not self._kernels.keyed:
+            return np.zeros((0, _COLUMNS), np.uint64)
+        rows = [
+            self._kernels.decode_row(stop - start, member.context(part, parts, stage))
+            for member, start, stop in pieces
+        ]
+        return np.array(rows, np.uint64).reshape(len(rows), _COLUMNS)
 
     def _rows_of(
         self,

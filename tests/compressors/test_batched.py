@@ -71,6 +71,11 @@ SPECS = [
     "topk(ratio=0.29) | int8 | momentum_correction",
     "maxnorm(bits=5, stochastic=True) | momentum_correction",
     "fp16 | momentum_correction",
+    "int8(bucket=32) | hadamard(block=64)",
+    "int4(bucket=64) | hadamard(block=128) | ef",
+    "fp8 | hadamard(block=64) | ef(dtype='bf16', decay=0.5)",
+    "topk(ratio=0.3) | hadamard(block=128) | ef(dtype='int8')",
+    "onebit | hadamard(block=64) | momentum_correction",
 ]
 LENGTHS = [1, 7, 64, 511, 512, 513, 1000]
 RANKS = 3
@@ -124,7 +129,8 @@ def test_many_tensors_become_what_each_becomes_alone(spec, stage):
             sent.append(payloads)
         if together:
             tables = [batched.table(payloads, LENGTHS) for payloads in sent]
-            batched.sum_into([out.ctypes.data for out in outs], tables, 0.3)
+            drawn = [batched.decode_row(n, ctx) for n, ctx in zip(LENGTHS, around, strict=True)]
+            batched.sum_into([out.ctypes.data for out in outs], tables, 0.3, drawn)
         else:
             for i, (out, ctx) in enumerate(zip(outs, around, strict=True)):
                 c.sum_into([payloads[i] for payloads in sent], out, ctx)
@@ -181,7 +187,8 @@ def test_what_compresses_in_its_own_way_is_not_passed_over():
         "lossless",
         "topk | momentum_correction(clip=1.0)",
         "int8 | ef21",
-        "int8 | hadamard",
+        "maxnorm(stochastic=True) | hadamard",
+        "int8 | hadamard | hadamard(block=64)",
         "topk | sidco",
         "qsgd | scaled",
     ):

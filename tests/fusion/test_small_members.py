@@ -83,10 +83,12 @@ def flattened(state):
     return found
 
 
+@pytest.mark.parametrize("spec", ["int8", "int4(bucket=32) | hadamard(block=64)"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", ("float32", "bfloat16", "float64")])
 @pytest.mark.parametrize("parts", [1, PARTS])
-def test_results_are_those_of_each_member_alone(parts, dtype):
-    together, alone = ([members(rank, dtype) for rank in range(PARTS)] for _ in range(2))
+def test_results_are_those_of_each_member_alone(parts, dtype, spec):
+    spec += " | ef | min_size(0)"
+    together, alone = ([members(rank, dtype, spec) for rank in range(PARTS)] for _ in range(2))
     for _ in range(2):  # residuals count from the second step on
         shared = reduced(together, parts)
         apart = [reduced([[g[i]] for g in alone], parts) for i in range(len(LENGTHS))]
@@ -105,6 +107,8 @@ def test_results_are_those_of_each_member_alone(parts, dtype):
             "signsgd(bucket=32) | min_size(0)",
             "terngrad(bucket=32) | ef | min_size(0)",
             "topk(ratio=0.1) | ef",
+            "int4(bucket=32) | hadamard(block=64) | ef | min_size(0)",
+            "int8(bucket=32) | hadamard(block=256) | min_size(0)",
             "int8 | ef(dtype='bf16') | min_size(0)",
             "topk(ratio=0.3) | ef(dtype='bf16', decay=0.5, reset=2)",
             "int8 | ef(dtype='int8') | min_size(0)",

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import carray, njit, types
 
 from ringlet.compressors.kernels.cpu.common.copies import copy
-from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits, is_finite
+from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits, is_finite, pointer
 from ringlet.compressors.kernels.cpu.common.rng import squares
 from ringlet.ring.jit import jit
 
@@ -46,6 +46,30 @@ def restore(x: Any, key: Any, start: Any, block: int, add: bool, out: Any) -> No
         if add:
             for i in range(target.size):
                 target[i] += values[i]
+
+
+@jit
+def rotate_many(tensors: Any, payloads: Any, block: int, outs: Any) -> None:
+    """Do what ``rotate`` does for many tensors: rows are those of ``base.batched``.
+
+    ``outs`` (uint64) tells where each result goes.
+    """
+    for t in range(outs.size):
+        n = types.intp(payloads[t, 0])
+        x = carray(pointer(tensors[t, 0]), n, np.float32)
+        out = carray(pointer(outs[t]), n, np.float32)
+        rotate(x, tensors[t, 2], types.intp(tensors[t, 3]), block, out)
+
+
+@jit
+def restore_many(tensors: Any, payloads: Any, block: int, scale: Any, outs: Any) -> None:
+    """Do what ``restore`` does for many tensors, in place; results are multiplied by ``scale``."""
+    for t in range(outs.size):
+        out = carray(pointer(outs[t]), types.intp(payloads[t, 0]), np.float32)
+        restore(out, tensors[t, 2], types.intp(tensors[t, 3]), block, False, out)
+        if scale != types.float32(1.0):
+            for i in range(out.size):
+                out[i] *= scale
 
 
 @jit
