@@ -5,6 +5,7 @@
     python benchmarks/training_torch.py --mbit 0 --steps 60   # long enough to compare quality
     python benchmarks/training_torch.py --mbit 100 --delay-ms 10   # hosts at two sites
     python benchmarks/training_torch.py --fsdp    # FSDP2, and what compress_fsdp makes of it
+    python benchmarks/training_torch.py --fsdp1   # FSDP1, as well
 
 Four ranks on four hosts (network namespaces; without root only loopback is measured) train a CNN of
 10M parameters on digits, or a byte transformer. All contenders run in one job, a few steps each in
@@ -34,9 +35,11 @@ FLOOR, DDP = "no communication", "DDP"
 HOOKS = ["DDP + fp16 hook", "DDP + PowerSGD hook"]
 OUR_HOOK = "DDP + Ringlet's hook "  # behind which the spec stands
 HOOKED = [OUR_HOOK + spec for spec in ("fp16", "int4 | ef", "powersgd(rank=4) | ef")]
-FSDP = "FSDP2"
-CODED = ("int8", "int8 gather int8", "int4 gather mxfp4")
-SHARDED = [FSDP, *(f"{FSDP} + {each}" for each in CODED)]
+CODED = {
+    "FSDP1": ("int8", "int4"),
+    "FSDP2": ("int8", "int8 gather int8", "int4 gather mxfp4"),
+}
+SHARDED = {kind: [kind, *(f"{kind} + {each}" for each in coded)] for kind, coded in CODED.items()}
 TO_REACH = {1000: 1.2, 100: 1.4}  # times the floor, for the best of ours
 
 
@@ -115,15 +118,22 @@ def contender(name, make, lr):
         wrapped = DistributedDataParallel(model)
         wrapped.register_comm_hook(*hvd.ddp_hook(name.removeprefix(OUR_HOOK)))
         return wrapped, model, optimizer
-    if name.startswith(FSDP):
-        from torch.distributed.fsdp import fully_shard
+    kind, _, coded = name.partition(" + ")
+    if kind in CODED:
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-        for part in model.children():
-            if list(part.parameters()):
+        parts = [part for part in model.children() if list(part.parameters())]
+        if kind == "FSDP1":
+            policy, cpu = ModuleWrapPolicy({type(part) for part in parts}), torch.device("cpu")
+            model = FullyShardedDataParallel(
+                model, auto_wrap_policy=policy, device_id=cpu, use_orig_params=True
+            )
+        else:
+            for part in [*parts, model]:
                 fully_shard(part)
-        fully_shard(model)
-        if name != FSDP:
-            spec, _, gather = name.removeprefix(f"{FSDP} + ").partition(" gather ")
+        if coded:
+            spec, _, gather = coded.partition(" gather ")
             hvd.compress_fsdp(model, spec, gather=gather or None)
         return model, model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     if name == DDP or name in HOOKS:
@@ -215,7 +225,7 @@ def measure(mbit, options, progress):
 def table(mbit, delay_ms, told):
     found = told["found"]
     medians = {name: statistics.median(of["seconds"]) for name, of in found.items()}
-    base = FSDP if FSDP in medians else DDP
+    base = next((kind for kind in CODED if kind in medians), DDP)
     floor, peer = medians.get(FLOOR, float("nan")), medians.get(base, float("nan"))
     where = f"{mbit} Mbit/s" if mbit else "loopback"
     where += f", {delay_ms:g} ms from host to host" if mbit and delay_ms else ""
@@ -225,7 +235,7 @@ def table(mbit, delay_ms, told):
     yield "|---|---|---|---|---|"
     for name, median in medians.items():
         shown = name.replace("|", "\\|")  # which would end a table's cell
-        ours = "" if name == FLOOR or name.startswith((DDP, FSDP)) else "Ringlet "
+        ours = "" if name == FLOOR or name.startswith((DDP, *CODED)) else "Ringlet "
         yield (
             f"| {ours}{shown} | {median * 1e3:.0f} | {median / floor:.2f} | {peer / median:.2f} "
             f"| {found[name]['held_out']:.3f} |"
@@ -253,13 +263,15 @@ def main():
     parser.add_argument("--steps", type=int, default=4, help="a turn")
     parser.add_argument("--batch", type=int, default=0, help="a rank's (cnn: 256, bytes: 4)")
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--fsdp", action="store_true", help="compare FSDP2's ways, not DDP's")
-    parser.add_argument("--contenders", nargs="+", help="by default all of DDP, or of FSDP2")
+    for flag, kind in ("--fsdp", "FSDP2"), ("--fsdp1", "FSDP1"):
+        told = f"compare {kind}'s ways, not DDP's"
+        parser.add_argument(flag, dest="kind", action="store_const", const=kind, help=told)
+    parser.add_argument("--contenders", nargs="+", help="by default all of DDP, or of FSDP")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    every = [FLOOR, *SHARDED] if options.fsdp else [FLOOR, DDP, *HOOKS, *OURS, *HOOKED]
+    every = [FLOOR, *SHARDED.get(options.kind, [DDP, *HOOKS, *OURS, *HOOKED])]
     options.contenders = options.contenders or every
     if options.rank:
         return run_rank(options)
@@ -279,7 +291,7 @@ def main():
         RESULTS.mkdir(exist_ok=True)
         title = "# Training over shaped links (benchmarks/training_torch.py)\n\n"
         far = "_far" if options.delay_ms else ""
-        sharded = "_fsdp2" if options.fsdp else ""
+        sharded = f"_{options.kind.lower()}" if options.kind else ""
         path = RESULTS / f"training_torch_{options.task}{sharded}{far}.md"
         path.write_text(title + "\n".join(lines).rstrip() + "\n")
     return None
