@@ -291,16 +291,35 @@ def check_of_what_exits(status):
 
     What to do.
     """
-    sys.exit(status)
+    leave = os._exit if status == 0 else sys.exit
+    leave(status)
 
 
-def test_a_plugin_that_exits_does_not_end_the_kit():
+@pytest.mark.parametrize(("status", "reason"), [("no licence", "no licence"), (0, "os._exit(0)")])
+def test_a_plugin_that_exits_does_not_end_the_kit(status, reason):
     check = named_check.Named(check_of_what_exits, resolve=lambda status: status)
+    exits = os._exit
     with pytest.raises(CheckFailed) as failure:
-        check("no licence")
+        check(status)
+    assert os._exit is exits
     told = str(failure.value)
-    assert "SystemExit: no licence (test_kit_tools.py, line" in told
-    assert "sys.exit() ends the user's program: raise CompressorError" in told
+    assert f"SystemExit: {reason} (test_kit_tools.py, line" in told
+    assert "To exit ends the user's program: raise CompressorError" in told
+
+
+def check_of_what_forks(status):
+    """Why.
+
+    What to do.
+    """
+    child = os.fork()
+    if not child:
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+
+
+def test_what_a_plugin_forks_ends_as_ever():
+    named_check.Named(check_of_what_forks, resolve=lambda status: status)(7)
 
 
 def test_what_ends_in_time_is_not_given_up():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from ringlet.compressors.specs.parser import resolve
 from ringlet.compressors.testing.tools.examples import told
@@ -44,7 +46,7 @@ class Named:
         """Run the check on a plugin or spec; raises CheckFailed."""
         target = self._resolve(plugin)
         try:
-            with given_up_after(_PATIENCE):
+            with given_up_after(_PATIENCE), _exits_raised():
                 self._check(target)
         except (Exception, GivenUp, SystemExit) as error:
             reason = told(error)
@@ -60,6 +62,26 @@ class Named:
         return self.name
 
 
+@contextmanager
+def _exits_raised() -> Iterator[None]:
+    """Let ``os._exit`` raise SystemExit in this process: it would end the kit as if all was well.
+
+    Children of it, which a plugin may have forked, end by it as ever.
+    """
+    owner, leave = os.getpid(), os._exit
+
+    def raised(status: int) -> NoReturn:
+        if os.getpid() != owner:
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = raised
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
 def _hints(error: BaseException) -> list[str]:
     """Return what an error often means that does not say so itself."""
     if isinstance(error, GivenUp):
@@ -69,7 +91,7 @@ def _hints(error: BaseException) -> list[str]:
             "end it after so many turns."
         ]
     if isinstance(error, SystemExit):
-        return ["sys.exit() ends the user's program: raise CompressorError, which says why."]
+        return ["To exit ends the user's program: raise CompressorError, which says why."]
     cause = error.__cause__ if isinstance(error, AssertionError) else error
     if not isinstance(cause, KeyError) or not isinstance((*cause.args, 0)[0], str):
         return []
