@@ -1,4 +1,4 @@
-"""Packing of small codes into bytes, in array code; CPU kernels have it too."""
+"""Packing of small codes into bytes, such as int4's nibbles, in array code; kernels do it too."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class PowerSGD(LowRank):
         """The kernels for many matrices a call."""
         if not keeps(self, PowerSGD, "factors", "matrix", "exchange", "exchange_feedback"):
             return None
-        from ringlet.compressors.lowrank.many import exchange_many
+        from ringlet.compressors.lowrank.powersgd_many import exchange_many
 
         exchange = partial(exchange_many, self.rank, self.warm_start)
         return BatchedRounds(self.approximates, exchange, exchange)
@@ -179,7 +179,7 @@ class ACPSGD(LowRank):
         """The kernels for many matrices a call."""
         if not keeps(self, ACPSGD, "factors", "matrix", "exchange", "exchange_feedback"):
             return None
-        from ringlet.compressors.lowrank.many import exchange_in_turn
+        from ringlet.compressors.lowrank.powersgd_many import exchange_in_turn
 
         exchange = partial(exchange_in_turn, self.rank)
         return BatchedRounds(self.approximates, exchange, exchange)

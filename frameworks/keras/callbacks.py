@@ -14,7 +14,7 @@ import numpy as np
 from ringlet.job.objects import allgather_object
 from ringlet.job.process_sets import global_process_set
 from ringlet.job.session import current
-from ringlet.keras.callback import KerasCallback
+from ringlet.keras.callback_base import KerasCallback
 from ringlet.keras.checkpoint import (
     load_compressor_state,
     residuals_beside,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.job.objects import allgather_object, broadcast_object
-from ringlet.keras.callback import KerasCallback
+from ringlet.keras.callback_base import KerasCallback
 from ringlet.keras.optimizer_state import (
     as_array,
     hold_variables,

@@ -1,4 +1,4 @@
-"""Packing of small codes into bytes, least significant bits first.
+"""Packing of small codes into bytes, least significant bits first: of int4 two nibbles each.
 
 Code i of b bits occupies bits i*b .. i*b+b-1 of the stream; bits behind the last code are zero.
 Eight codes fill exactly b bytes, so ranges that start at a multiple of 8 pack independently.

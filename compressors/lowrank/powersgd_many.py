@@ -31,7 +31,7 @@ def exchange_many(
     Tensors are matrices of n x m elements, the n being the first of the context's shape. All have
     a residual, or none has. Raises CompressorError for arrays with gaps, before the first round.
     """
-    from ringlet.compressors.kernels.cpu.lowrank import many as kernels
+    from ringlet.compressors.kernels.cpu.lowrank import powersgd_many as kernels
 
     table, targets = _table(tensors)
     rows, columns = table[:, kernels.N].astype(int), table[:, kernels.M].astype(int)
@@ -76,7 +76,7 @@ def exchange_in_turn(rank: int, tensors: Sequence[Exchanged], decay: float = 1.0
     not be at the same step. All have a residual, or none has. Raises CompressorError for arrays
     with gaps, before the first round.
     """
-    from ringlet.compressors.kernels.cpu.lowrank import many as kernels
+    from ringlet.compressors.kernels.cpu.lowrank import powersgd_many as kernels
 
     table, targets = _table(tensors)
     left = np.array([ctx.step % 2 == 0 for _, _, ctx, _ in tensors])
@@ -118,7 +118,7 @@ def _table(tensors: Sequence[Exchanged]) -> tuple[Array, Array]:
 
     Without residuals, none: the matrix itself is approximated.
     """
-    from ringlet.compressors.kernels.cpu.lowrank import many as kernels
+    from ringlet.compressors.kernels.cpu.lowrank import powersgd_many as kernels
 
     table = np.zeros((len(tensors), kernels.COLUMNS_OF_TABLE), np.uint64)
     sizes = np.array([x.size for x, _, _, _ in tensors])

@@ -1,4 +1,4 @@
-"""A callback that Keras 3 and tf_keras can call."""
+"""The base of our callbacks, which Keras 3 and tf_keras can both call."""
 
 from __future__ import annotations
 
