@@ -31,9 +31,8 @@ from ringlet.compressors.testing.tools.named_check import Named
 def all_checks() -> list[Named]:
     """Return every check of the kit, each behind those that it needs."""
     modules = (
-        declared, one_call, buffers, overrides, launches, batches, isolation, program, claims,
-        tensor_sizes, stages, training, ranks, noise, many_steps, magnitudes,
-        fed_back, read_options,
+        declared, one_call, buffers, magnitudes, overrides, launches, batches, isolation, program,
+        claims, tensor_sizes, stages, training, ranks, noise, many_steps, fed_back, read_options,
     )  # fmt: skip
     checks = _behind_needs([Named(c) for module in modules for c in module.CHECKS])
     further = (check_of_schedules, check_of_shapes, check_of_options)

@@ -17,11 +17,10 @@ from ringlet.compressors.base.contract import Compressor, storage
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.specs.parser import resolve
 from ringlet.compressors.testing.catalogue import all_checks
-from ringlet.compressors.testing.checks.one_call import by_payload
 from ringlet.compressors.testing.runner import failures_of
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import Named
-from ringlet.compressors.testing.tools.simulate import context, encode, simulate
+from ringlet.compressors.testing.tools.simulate import by_payload, context, encode, simulate
 
 _SIDE = 256  # of a matrix
 

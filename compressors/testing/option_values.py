@@ -12,11 +12,11 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.options import options_of
 from ringlet.compressors.testing.checks.claims import check_few_draws
 from ringlet.compressors.testing.checks.declared import ends_of_options, parts_with_options
-from ringlet.compressors.testing.checks.one_call import by_payload, same
+from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import CheckFailed, Named, needs
 from ringlet.compressors.testing.tools.other_process import are_ours
-from ringlet.compressors.testing.tools.simulate import simulate
+from ringlet.compressors.testing.tools.simulate import by_payload, simulate
 
 # What goes by code that another value runs, and is looked at in a few milliseconds.
 _LOOKED_AT = (

@@ -23,10 +23,10 @@ from ringlet.compressors.base.batched import (
 from ringlet.compressors.base.contract import Compressor, Payload
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.testing.checks.launches import Slots
-from ringlet.compressors.testing.checks.one_call import by_payload, same, same_payload
+from ringlet.compressors.testing.tools.equality import same, same_payload
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import combined, context, simulate
+from ringlet.compressors.testing.tools.simulate import by_payload, combined, context, simulate
 
 _SCALE = 0.5
 _RANKS, _STEPS = 3, 2

@@ -1,22 +1,37 @@
-"""Checks of what a compressor reads and writes: the engine hands it pieces of larger buffers."""
+"""Checks of memory that a compressor is lent: what it reads, writes, and must not keep."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor, Payload, storage
-from ringlet.compressors.core.context import Array
+from ringlet.compressors.base.contract import Compressor, Exchange, Payload, storage
+from ringlet.compressors.core.context import Array, State, Workspace
 from ringlet.compressors.core.errors import InputError
 from ringlet.compressors.core.payload import padded
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same_payload
+from ringlet.compressors.testing.tools.equality import check_apart, same, same_payload
 from ringlet.compressors.testing.tools.examples import for_all
-from ringlet.compressors.testing.tools.inputs import gaussian, vectors
-from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context
+from ringlet.compressors.testing.tools.inputs import gaussian, large, vectors
+from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.simulate import (
+    by_payload,
+    context,
+    encode,
+    simulate,
+    takes_local,
+)
 
 _MARKS = 0xA5, 0x5A
+_MILLION = (1 << 20) + 3
+_REMEMBERING = "in a step that finds something in ctx.state; write x = x + kept, not x += kept"
+_LATER = (*range(1, 25), 70_000)  # steps in which the input is looked at again
+_QUEUE = 20  # payloads that wait together
 
 
 @needs("compresses_a_tensor")
@@ -42,6 +57,207 @@ def check_other_dtypes_are_refused(compressor: Compressor) -> None:
         kind = type(raised).__name__
         assert isinstance(raised, InputError), f"{what} fails with {kind}, not InputError"
         assert "float32" in str(raised), f"the error about {what} does not name float32"
+
+
+@needs("every_length", "fixed_size")
+def check_leaves_its_input_alone(compressor: Compressor) -> None:
+    """The input is the framework's gradient, in memory that is used again: whoever changes it
+    changes the training, and what refers to it changes while it is kept or waits to be sent.
+
+    Compute into new arrays, and copy what is kept or sent: x.copy(), x[places], not x itself, out,
+    local, what encode_into fills, what a round received, a view of these, or scratch of
+    ctx.workspace. What is kept stays in ctx.state, and ctx itself nowhere.
+    """
+    stays = partial(_stays if by_payload(compressor) else _stays_in_rounds, compressor)
+    for_all(vectors(), stays)
+    for step in _LATER:
+        try:
+            stays(gaussian(70, step), step)
+        except AssertionError as error:
+            error.add_note(f"That is in step {step}.")
+            raise
+        except Exception:
+            return  # which another check tells
+    options = dict(vars(compressor))
+    if by_payload(compressor):
+        _check_payloads_may_wait(compressor)
+        _check_large_ones_may_wait(compressor)
+    simulate(compressor, [gaussian(2000, 0)])
+    assert vars(compressor) == options, "compressing changed the compressor itself"
+    _check_takes_what_is_read_only(compressor)
+    _check_lets_go(compressor)
+
+
+def _stays_in_rounds(compressor: Compressor, x: Array, step: int = 0) -> None:
+    """Raise AssertionError where an exchange in rounds changes ``x``, or keeps what was lent."""
+    before, x = x, x.copy()
+    state, workspace = State(), Workspace()
+    (out,) = simulate(compressor, [x], [state], step=step, workspace=workspace)
+    assert same(x, before), "the input was modified"
+    if state:
+        (out,) = simulate(compressor, [x], [state], step=step + 1, workspace=workspace)
+        assert same(x, before), f"the input was modified {_REMEMBERING}"
+    _check_no_scratch(state, "ctx.state", workspace)
+    check_apart(state, "ctx.state", x, "the input")
+    check_apart(state, "ctx.state", out, "out, which is used again")
+
+
+def _stays(compressor: Compressor, x: Array, step: int = 0) -> None:
+    """Raise AssertionError where compressing changes ``x``, keeps it, or sends it itself."""
+    before, x, state = x, x.copy(), State()
+    now = compressor.at(step)
+    ctx = context(x, state, step=step)
+    payload = now.compress(x, ctx)
+    assert same(x, before), "the input was modified"
+    encode(now, x, context(x, step=step))
+    assert same(x, before), "the input was modified by encode_into"
+    _check_no_scratch(state, "ctx.state", ctx.workspace)
+    check_apart(state, "ctx.state", x, "the input")
+    for name, array in payload.items():
+        what = f"payload array {name!r}"
+        scratch = ctx.workspace.lends(array)
+        assert not scratch, f"{what} is scratch of ctx.workspace; copy it"
+        check_apart(array, what, x, "the input")
+        check_apart(state, "ctx.state", array, f"{what}, which travels later")
+    (out,) = simulate(compressor, [x], [state], step=step)
+    assert same(x, before), f"the input was modified {_REMEMBERING}"
+    check_apart(state, "ctx.state", out, "out, which is used again")
+
+
+def _check_payloads_may_wait(compressor: Compressor) -> None:
+    """Raise AssertionError where payloads share memory, or change while others are made."""
+    zeros = np.zeros(2000, np.float32)  # of which some make a payload once and for all
+    for tensors in ((zeros, zeros), (gaussian(2000, 0), gaussian(2000, 1))):
+        one, two = (compressor.compress(x, context(x)) for x in tensors)
+        for name in one.keys() & two.keys():
+            check_apart(one[name], f"payload array {name!r}", two[name], "another tensor's")
+    before = {name: array.copy() for name, array in one.items()}
+    for seed in range(_QUEUE):
+        compressor.compress(gaussian(2000, seed), context(tensors[0]))
+    assert same_payload(one, before), (
+        f"a payload changes while {_QUEUE} others are made, for which it may have to wait"
+    )
+
+
+def _check_takes_what_is_read_only(compressor: Compressor) -> None:
+    """Raise an error where a gradient is refused that nobody may write to."""
+    x = gaussian(2000, 0)
+    simulate(compressor, [x])
+    x.flags.writeable = False
+    try:
+        simulate(compressor, [x])
+    except Exception as error:
+        error.add_note(
+            "That is with an x that cannot be written to, as JAX's cannot: let what takes it only "
+            "read, such as a kernel without a signature of its own, or give that a copy."
+        )
+        raise
+
+
+def _check_large_ones_may_wait(compressor: Compressor) -> None:
+    """Raise AssertionError where the payload of a large tensor changes after it was returned."""
+    x = large()[:_MILLION]
+    one = compressor.compress(x, context(x))
+    for name, array in one.items():
+        check_apart(array, f"payload array {name!r} of {_MILLION} elements", x, "the input")
+    before = {name: array.copy() for name, array in one.items()}
+    two = compressor.compress(x[::-1].copy(), context(x))
+    for name in one.keys() & two.keys():
+        what = f"payload array {name!r} of {_MILLION} elements"
+        check_apart(one[name], what, two[name], "another tensor's")
+    assert same_payload(one, before), (
+        f"a payload of {_MILLION} elements changes after compress has returned it"
+    )
+
+
+def _check_lets_go(compressor: Compressor) -> None:
+    """Raise AssertionError where something outlives the call that it was handed for."""
+    if not by_payload(compressor) and not takes_local(compressor):
+        return  # another check tells
+    state: State = {}
+    for step in range(2):
+        lent = _lent(compressor.at(step), state, step)
+        if any(held() is not None for _, held in lent):
+            gc.collect()  # what only refers to itself is not kept
+        for what, held in lent:
+            kept = held()
+            if isinstance(kept, np.ndarray):
+                check_apart(state, "ctx.state", kept, f"{what}, which is used again")
+            assert kept is None, (
+                f"{what} is still held after the call, outside of ctx.state: in a global, on the "
+                "class, in a cache or in a closure"
+            )
+
+
+def _lent(compressor: Compressor, state: State, step: int) -> list[tuple[str, ref[Any]]]:
+    """Call all that there is once; return what was handed for the calls alone, and its names."""
+    n, lent = 2000, list[tuple[str, Any]]()
+
+    def handed(what: str, made: Any) -> Any:
+        lent.append((what, made))
+        return made
+
+    x, out = handed("the input", gaussian(n, step)), handed("out", np.zeros(n, np.float32))
+    ctx = handed("ctx", context(x, state, step=step))
+    before = dict(vars(ctx))
+    ways = [False] if compressor.traits().gradient_units else [False, True]
+    for fed in ways:  # what feeds back by itself has nothing behind it that does
+        residual = handed("the residual of error feedback", np.ones(n, np.float32))
+        if not by_payload(compressor):
+            local = handed("local", np.zeros(n, np.float32))
+            run = (
+                compressor.exchange_feedback(x, out, residual, 1.0, ctx, local)
+                if fed
+                else compressor.exchange(x, out, ctx, local)
+            )
+            _received(run, handed)
+            continue
+        if not compressor.traits().fixed_size:
+            payload = (
+                compressor.compress_feedback(x, residual, 1.0, ctx)
+                if fed
+                else compressor.compress(x, ctx)
+            )
+        else:
+            payload = {
+                name: handed(f"payload[{name!r}] of encode_into", np.zeros(count, storage(dtype)))
+                for name, dtype, count in compressor.layout(n)
+            }
+            if fed:
+                compressor.feedback_into(x, residual, 1.0, payload, ctx)
+            else:
+                compressor.encode_into(x, payload, ctx)
+        received = {
+            name: handed(f"payload[{name!r}] of decompress", array.copy())
+            for name, array in payload.items()
+        }
+        compressor.decompress(received, out, ctx)
+        compressor.accumulate(received, out, ctx)
+        compressor.sum_into([received, received], out, ctx)
+    compressor.finish(out, ctx)
+    lost = ": what is put into another dict is lost; write ctx.state[...] = ..."
+    for name, value in vars(ctx).items():
+        assert before.get(name, ctx) is value, (
+            f"a call sets ctx.{name}, which is the engine's{lost if name == 'state' else ''}"
+        )
+    return [(what, ref(made)) for what, made in lent]
+
+
+def _received(run: Exchange, handed: Callable[[str, Any], Any]) -> None:
+    """Run the exchange of a single rank, which receives what it yields."""
+    with suppress(StopIteration):
+        asked = next(run)
+        while True:
+            asked = run.send(handed("what a round received", asked.values.copy()))
+
+
+def _check_no_scratch(kept: Any, what: str, workspace: Workspace) -> None:
+    if isinstance(kept, dict):
+        for key, value in kept.items():
+            _check_no_scratch(value, f"{what}[{key!r}]", workspace)
+    elif isinstance(kept, np.ndarray):
+        scratch = workspace.lends(kept)
+        assert not scratch, f"{what} is scratch of ctx.workspace, which others overwrite; copy it"
 
 
 @needs(*PURE)
@@ -120,6 +336,7 @@ def _bfloat16(x: Array) -> Array:
 
 CHECKS = (
     check_other_dtypes_are_refused,
+    check_leaves_its_input_alone,
     check_results_are_float32_at_every_precision,
     check_writes_only_where_it_should,
 )

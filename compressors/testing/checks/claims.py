@@ -15,17 +15,13 @@ from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.quantizers.quantize import Int8
 from ringlet.compressors.states import rescale
-from ringlet.compressors.testing.checks.one_call import (
-    PURE,
-    by_payload,
-    check_fits_layout,
-    same,
-    same_payload,
-)
+from ringlet.compressors.testing.checks.one_call import check_fits_layout
+from ringlet.compressors.testing.tools.equality import same, same_payload
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiked, vectors
-from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.simulate import (
+    by_payload,
     context,
     decode,
     encode,

@@ -25,11 +25,12 @@ from ringlet.compressors.core.options import options_of
 from ringlet.compressors.quantizers.quantize import Int8
 from ringlet.compressors.specs.parser import parse
 from ringlet.compressors.testing.checks.claims import check_direction
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload, check_fits_layout, same
+from ringlet.compressors.testing.checks.one_call import check_fits_layout
+from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian
-from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.other_time import later
-from ringlet.compressors.testing.tools.simulate import context, encode, simulate
+from ringlet.compressors.testing.tools.simulate import by_payload, context, encode, simulate
 
 # Words for what a trait says, the trait, and whether a value of it says so.
 _WORDS: dict[str, tuple[str, Callable[[Any], bool]]] = {

@@ -10,9 +10,9 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, State
-from ringlet.compressors.testing.checks.one_call import PURE, same
+from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian
-from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.simulate import simulate
 
 _N, _SHAPE = 1500, (30, 50)

@@ -20,12 +20,12 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Exchange, Payload
 from ringlet.compressors.core.context import Array, Workspace
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
+from ringlet.compressors.testing.tools.equality import same, same_payload
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
-from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.other_process import OtherProcess, are_ours
 from ringlet.compressors.testing.tools.replaced import environment, replaced
-from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
 
 _N, _LARGE = 3000, (1 << 17) + 3
 _POINTS = 40

@@ -11,11 +11,11 @@ from ringlet.compressors.base.contract import Compressor, Payload, storage
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.multitensor import Decoding, Encoding, Sum
 from ringlet.compressors.core.payload import padded
-from ringlet.compressors.testing.checks.one_call import by_payload, same, same_payload
 from ringlet.compressors.testing.checks.overrides import calls, close
+from ringlet.compressors.testing.tools.equality import same, same_payload
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, decode, encode
+from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode
 
 _SCALE, _DECAY, _WEIGHT = 2.0, 0.5, 0.5
 _MARK = 0xA5

@@ -1,4 +1,4 @@
-"""Checks of values that authors do not think of: of one sign, all equal, one of many."""
+"""Checks of values that authors do not think of: tiny, huge, not finite, of one sign, all equal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, State
-from ringlet.compressors.testing.checks.one_call import PURE
-from ringlet.compressors.testing.tools.inputs import gaussian
-from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import simulate
+from ringlet.compressors.testing.tools.examples import for_all
+from ringlet.compressors.testing.tools.inputs import gaussian, large, special
+from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
 
 _N = 1500
+_MILLION = (1 << 20) + 3
+# As bits: a usual NaN, Inf, -Inf, and NaNs that rounding to fewer bits makes other numbers of.
+_NOT_FINITE = (
+    0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFFC00000,
+)  # fmt: skip
 _STEPS = 4
 _ALIKE = 4.0  # times: how much larger what comes of one sign may be than what comes of the other
 _LEAST = 0.05  # of what comes of magnitudes: what comes of the same values with both signs
@@ -19,6 +24,119 @@ _LONG = 200_000
 _GROWN, _FOLLOWS = 64, 0.25
 _FEW = 64
 _PATIENCE, _FEEDBACK = 400, 100  # steps; in the first of them what was kept before may still come
+
+
+@needs(*PURE, "points_the_same_way")
+def check_extreme_values(compressor: Compressor) -> None:
+    """Gradients are zero, tiny and huge at times; finite numbers must not turn into NaN, and zeros
+    must not turn into garbage.
+
+    Guard divisions: all of x may be zero, and a scale may be too small to divide by. Put 1 in the
+    place of a scale of 0 where it divides, and not where it is sent. Clip an exponent to its
+    integer type: float32 has values down to 2^-149. Do not refuse NaN and Inf: they show an
+    overflow, whose step is skipped.
+    """
+
+    def body(x: Array) -> None:
+        with np.errstate(all="ignore"):
+            (out,) = simulate(compressor, [x])
+        if np.isfinite(x).all() and (np.abs(x) < 2.0**15).all():
+            assert np.isfinite(out).all(), f"finite values decode to {out}"
+
+    for_all(special(), body)
+    subnormal = np.float32(2.0**-149) * np.arange(-700, 700, dtype=np.float32)
+    with np.errstate(all="ignore"):
+        (out,) = simulate(compressor, [subnormal])
+    assert not compressor.traits().scales or not (np.abs(out) > 2.0**64).any(), (
+        f"{subnormal.size} values below 2^-139 come out as up to {np.abs(out).max():.4g}: an "
+        "exponent does not fit its integer type"
+    )
+    for n in (1, 70, 3000) if compressor.traits().scales else ():
+        (out,) = simulate(compressor, [np.zeros(n, np.float32)])
+        assert not out.any(), (
+            f"{n} zeros come out as {out[np.flatnonzero(out)[0]]:.4g}; where results go by "
+            "absolute sizes, declare scales=False"
+        )
+
+
+@needs(*PURE, "points_the_same_way", "the_last_element_counts")
+def check_non_finite_stays_visible(compressor: Compressor) -> None:
+    """Loss scaling finds overflow by looking at reduced gradients: a codec that turns Inf or NaN
+    into an ordinary number hides it, and the step that should be skipped is taken.
+
+    Let a NaN or Inf anywhere in x come out as NaN or Inf somewhere: a scale of x.max() becomes NaN
+    or Inf by itself, and 0 * Inf is NaN; do not use nan_to_num, clip or fmax on the way. What
+    sends a selection counts NaN as largest.
+    """
+    for bits in _NOT_FINITE:
+        for n, place in ((1, 0), (70, 69), (3000, 1234)):
+            _check_visible(compressor, gaussian(n, 4), place, bits)
+    for n, place in ((3000, 0), (_MILLION, _MILLION // 2), (_MILLION, _MILLION - 1)):
+        x = large()[:n].copy() if n == _MILLION else gaussian(n, 4)
+        _check_visible(compressor, x, place, _NOT_FINITE[0])
+    for bad in (np.nan, np.inf):  # a run that has diverged has nothing else
+        with np.errstate(all="ignore"):
+            (out,) = simulate(compressor, [np.full(3000, bad, np.float32)])
+        assert not np.isfinite(out).all(), f"3000 elements that are all {bad} vanished"
+    for one, other in ((np.inf, -np.inf), (np.nan, np.inf)):
+        x = gaussian(3000, 4)
+        x[[7, 1234]] = one, other
+        with np.errstate(all="ignore"):
+            (out,) = simulate(compressor, [x])
+        assert not np.isfinite(out).all(), (
+            f"{one} at element 7 and {other} at element 1234 of 3000 vanished together, and not by "
+            "themselves"
+        )
+
+
+@needs(
+    "non_finite_stays_visible",
+    "one_overflow_is_survived",
+    "second_stage",
+    "another_process_agrees",
+)
+def check_sums_keep_what_is_not_finite(compressor: Compressor) -> None:
+    """The engine adds up by sum_into and accumulate, and owners of shards compress sums again, as
+    ctx.stage 2: NaN that is lost there is an overflow that nobody sees.
+
+    Add all that decompress gives: do not leave codes of 0 out of a sum, whose scale may be NaN, and
+    use neither nansum nor nan_to_num. Compress in the second stage as in the first.
+    """
+    if not by_payload(compressor):
+        return
+    spoiled, sound = gaussian(3000, 4), gaussian(3000, 5)
+    spoiled[1234] = np.nan
+    traits = compressor.traits()
+    cut = traits.granularity is not None and traits.fixed_size and traits.combine == "gather"
+    with np.errstate(all="ignore"):
+        if cut:
+            ctx = context(spoiled, size=3, stage=2)
+            out = decode(compressor, encode(compressor, spoiled, ctx), 3000, ctx)
+            assert not np.isfinite(out).all(), "NaN vanished as ctx.stage 2: in the mean of a shard"
+        ctx = context(spoiled, size=3)
+        payloads = [encode(compressor, x, context(x, size=3)) for x in (sound, spoiled, sound)]
+        total, added = np.zeros(3000, np.float32), sound.copy()
+        compressor.sum_into(payloads, total, ctx)
+        compressor.accumulate(payloads[1], added, ctx)
+    for what, out in (("sum_into", total), ("accumulate", added)):
+        assert not np.isfinite(out).all(), f"NaN vanished in {what} of a payload that has it"
+
+
+def _check_visible(compressor: Compressor, x: Array, place: int, bits: int) -> None:
+    """Raise AssertionError where what is not finite leaves no trace; ``x`` is written to."""
+    x.view(np.uint32)[place] = bits
+    with np.errstate(all="ignore"):
+        (out,) = simulate(compressor, [x])
+    if not np.isfinite(out).all():
+        return
+    x[place], n = 1e4, x.size
+    came = float(simulate(compressor, [x])[0][place])
+    assert came > 0, (
+        f"element {place} of {n} is lost, whatever it is: 10000 comes out as {came:.4g} there, and "
+        "NaN or Inf vanishes with it"
+    )
+    bad = np.array([bits], np.uint32).view(np.float32)[0]
+    raise AssertionError(f"{bad} (0x{bits:08x}) at element {place} of {n} vanished")
 
 
 @needs(*PURE, "points_the_same_way", "extreme_values")
@@ -159,6 +277,9 @@ def check_values_may_shrink(compressor: Compressor) -> None:
 
 
 CHECKS = (
+    check_extreme_values,
+    check_non_finite_stays_visible,
+    check_sums_keep_what_is_not_finite,
     check_both_signs_arrive,
     check_one_of_many_stays_finite,
     check_values_may_grow,

@@ -13,11 +13,11 @@ from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.modifiers.ef import ErrorFeedback
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
 from ringlet.compressors.testing.checks.training import with_feedback
+from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiky
-from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
 
 _STEPS = range(4, 9)
 _ROUND_NUMBERS = (1_008_000, 2_016_000)  # steps that are multiples of 7, 50, 64, 100, 1000

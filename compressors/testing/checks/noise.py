@@ -9,11 +9,11 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.modifiers.ef import ErrorFeedback
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
+from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian
-from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.replaced import replaced
-from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
 
 _N = 2000
 _STEP = 3

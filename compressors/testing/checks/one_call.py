@@ -1,63 +1,44 @@
-"""Checks of one call: nothing hidden, nothing aliased, nothing left to chance."""
+"""Checks of one call: it takes any tensor, sends all that is needed, leaves nothing to chance."""
 
 from __future__ import annotations
 
-import gc
-import inspect
 import random
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import suppress
 from typing import Any
-from weakref import ref
 
 import numpy as np
 
 from ringlet.compressors.base.chain import Chain
-from ringlet.compressors.base.contract import Compressor, Exchange, Payload, storage
+from ringlet.compressors.base.contract import Compressor, Payload, storage
 from ringlet.compressors.base.modifier import Modifier
-from ringlet.compressors.core.context import Array, State, Workspace
+from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.payload import check_payload, deserialise, serialise, serialised_size
 from ringlet.compressors.core.threads import MIN_ELEMENTS, limited
 from ringlet.compressors.quantizers.shared_int import SharedInt
+from ringlet.compressors.testing.tools.equality import check_apart, same, same_payload
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import (
     FURTHER_LENGTHS,
     LENGTHS,
     gaussian,
-    large,
-    special,
     vectors,
 )
-from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.named_check import PURE, SOUND, needs
 from ringlet.compressors.testing.tools.other_time import later
 from ringlet.compressors.testing.tools.simulate import (
     Overflow,
+    by_payload,
     context,
     decode,
     encode,
     simulate,
+    takes_local,
 )
 from ringlet.compressors.testing.tools.uninitialised import uninitialised_as
 
-# Without these, whatever else is found says nothing new.
-SOUND = (
-    "every_length",
-    "leaves_its_input_alone",
-    "fills_its_output",
-    "payload_travels",
-    "fixed_size",
-)
-PURE = (*SOUND, "deterministic")
-_MILLION = (1 << 20) + 3
-_REMEMBERING = "in a step that finds something in ctx.state; write x = x + kept, not x += kept"
-_LATER = (*range(1, 25), 70_000)  # steps in which the input is looked at again
-_QUEUE = 20  # payloads that wait together
 _WAITS = 10  # seconds until an exchange has surely begun
-# As bits: a usual NaN, Inf, -Inf, and NaNs that rounding to fewer bits makes other numbers of.
-_NOT_FINITE = (
-    0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFFC00000,
-)  # fmt: skip
 # Of 720 elements.
 _SHAPES = ((6, 120), (1, 720), (720, 1), (8, 9, 10), (4, 5, 6, 6), (2, 3, 4, 5, 6), (1, 1, 720, 1))
 _NAMES = (
@@ -68,23 +49,6 @@ _NAMES = (
     "layers.31.mlp.1.bias",
 )
 _ALIKE = ((0, 1), (2, 3), (0, 4))  # of five runs, those that found the same in memory
-
-
-def same(a: Array, b: Array) -> bool:
-    """Whether two arrays are equal bit for bit, any NaN being as good as another."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
-
-
-def same_payload(a: Payload, b: Payload) -> bool:
-    """Whether two payloads hold the same arrays."""
-    return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
-
-
-def by_payload(compressor: Compressor) -> bool:
-    """Whether there are payloads: not for compressors that exchange in rounds."""
-    return compressor.traits().combine != "rounds"
 
 
 @needs("traits_are_traits", "schedule_goes_by_the_step")
@@ -197,7 +161,7 @@ def check_local_is_written(compressor: Compressor) -> None:
     """
     if by_payload(compressor):
         return
-    assert _takes_local(compressor), (
+    assert takes_local(compressor), (
         "exchange() takes no local, which is given where error feedback asks for it"
     )
     shares: list[Array] = []
@@ -212,11 +176,6 @@ def check_local_is_written(compressor: Compressor) -> None:
             "the input is modified with '| shared_int' behind it, which leaves in the third "
             "argument of Round what became of it; give a copy"
         )
-
-
-def _takes_local(compressor: Compressor) -> bool:
-    taken = list(inspect.signature(compressor.exchange).parameters.values())
-    return len(taken) >= 4 or any(p.kind is p.VAR_POSITIONAL for p in taken)
 
 
 @needs("compresses_a_tensor")
@@ -310,206 +269,6 @@ def check_every_length(compressor: Compressor) -> None:
             works += ": it is not the empty tensor, but nearly every one"
         first.add_note(f"It fails with {', '.join(map(str, failing))} elements{works}.")
         raise first
-
-
-@needs("every_length", "fixed_size")
-def check_leaves_its_input_alone(compressor: Compressor) -> None:
-    """The input is the framework's gradient, in memory that is used again: whoever changes it
-    changes the training, and what refers to it changes while it is kept or waits to be sent.
-
-    Compute into new arrays, and copy what is kept or sent: x.copy(), x[places], not x itself, out,
-    local, what encode_into fills, what a round received, a view of these, or scratch of
-    ctx.workspace. What is kept stays in ctx.state, and ctx itself nowhere.
-    """
-
-    def body(x: Array, step: int = 0) -> None:
-        before, given = x.copy(), x.copy()
-        state: dict[str, Any] = {}
-        if not by_payload(compressor):
-            workspace = Workspace()
-            (out,) = simulate(compressor, [given], [state], step=step, workspace=workspace)
-            assert same(given, before), "the input was modified"
-            if state:
-                (out,) = simulate(compressor, [given], [state], step=step + 1, workspace=workspace)
-                assert same(given, before), f"the input was modified {_REMEMBERING}"
-            _check_no_scratch(state, "ctx.state", workspace)
-            _check_apart(state, "ctx.state", given, "the input")
-            _check_apart(state, "ctx.state", out, "out, which is used again")
-            return
-        now = compressor.at(step)
-        ctx = context(given, state, step=step)
-        payload = now.compress(given, ctx)
-        assert same(given, before), "the input was modified"
-        encode(now, given, context(given, step=step))
-        assert same(given, before), "the input was modified by encode_into"
-        _check_no_scratch(state, "ctx.state", ctx.workspace)
-        _check_apart(state, "ctx.state", given, "the input")
-        for name, array in payload.items():
-            what = f"payload array {name!r}"
-            scratch = ctx.workspace.lends(array)
-            assert not scratch, f"{what} is scratch of ctx.workspace; copy it"
-            _check_apart(array, what, given, "the input")
-            _check_apart(state, "ctx.state", array, f"{what}, which travels later")
-        (out,) = simulate(compressor, [given], [state], step=step)
-        assert same(given, before), f"the input was modified {_REMEMBERING}"
-        _check_apart(state, "ctx.state", out, "out, which is used again")
-
-    for_all(vectors(), body)
-    for step in _LATER:
-        try:
-            body(gaussian(70, step), step)
-        except AssertionError as error:
-            error.add_note(f"That is in step {step}.")
-            raise
-        except Exception:
-            return  # which another check tells
-    options = dict(vars(compressor))
-    if by_payload(compressor):
-        zeros = np.zeros(2000, np.float32)  # of which some make a payload once and for all
-        for tensors in ((zeros, zeros), (gaussian(2000, 0), gaussian(2000, 1))):
-            one, two = (compressor.compress(x, context(x)) for x in tensors)
-            for name in one.keys() & two.keys():
-                _check_apart(one[name], f"payload array {name!r}", two[name], "another tensor's")
-        before = {name: array.copy() for name, array in one.items()}
-        for seed in range(_QUEUE):
-            compressor.compress(gaussian(2000, seed), context(tensors[0]))
-        assert same_payload(one, before), (
-            f"a payload changes while {_QUEUE} others are made, for which it may have to wait"
-        )
-        _check_large_ones_may_wait(compressor)
-    simulate(compressor, [gaussian(2000, 0)])
-    assert vars(compressor) == options, "compressing changed the compressor itself"
-    _check_takes_what_is_read_only(compressor)
-    _check_lets_go(compressor)
-
-
-def _check_takes_what_is_read_only(compressor: Compressor) -> None:
-    """Raise an error where a gradient is refused that nobody may write to."""
-    x = gaussian(2000, 0)
-    simulate(compressor, [x])
-    x.flags.writeable = False
-    try:
-        simulate(compressor, [x])
-    except Exception as error:
-        error.add_note(
-            "That is with an x that cannot be written to, as JAX's cannot: let what takes it only "
-            "read, such as a kernel without a signature of its own, or give that a copy."
-        )
-        raise
-
-
-def _check_large_ones_may_wait(compressor: Compressor) -> None:
-    """Raise AssertionError where the payload of a large tensor changes after it was returned."""
-    x = large()[:_MILLION]
-    one = compressor.compress(x, context(x))
-    for name, array in one.items():
-        _check_apart(array, f"payload array {name!r} of {_MILLION} elements", x, "the input")
-    before = {name: array.copy() for name, array in one.items()}
-    two = compressor.compress(x[::-1].copy(), context(x))
-    for name in one.keys() & two.keys():
-        what = f"payload array {name!r} of {_MILLION} elements"
-        _check_apart(one[name], what, two[name], "another tensor's")
-    assert same_payload(one, before), (
-        f"a payload of {_MILLION} elements changes after compress has returned it"
-    )
-
-
-def _check_lets_go(compressor: Compressor) -> None:
-    """Raise AssertionError where something outlives the call that it was handed for."""
-    if not by_payload(compressor) and not _takes_local(compressor):
-        return  # another check tells
-    state: State = {}
-    for step in range(2):
-        lent = _lent(compressor.at(step), state, step)
-        if any(held() is not None for _, held in lent):
-            gc.collect()  # what only refers to itself is not kept
-        for what, held in lent:
-            kept = held()
-            if isinstance(kept, np.ndarray):
-                _check_apart(state, "ctx.state", kept, f"{what}, which is used again")
-            assert kept is None, (
-                f"{what} is still held after the call, outside of ctx.state: in a global, on the "
-                "class, in a cache or in a closure"
-            )
-
-
-def _lent(compressor: Compressor, state: State, step: int) -> list[tuple[str, ref[Any]]]:
-    """Call all that there is once; return what was handed for the calls alone, and its names."""
-    n, lent = 2000, list[tuple[str, Any]]()
-
-    def handed(what: str, made: Any) -> Any:
-        lent.append((what, made))
-        return made
-
-    x, out = handed("the input", gaussian(n, step)), handed("out", np.zeros(n, np.float32))
-    ctx = handed("ctx", context(x, state, step=step))
-    before = dict(vars(ctx))
-    ways = [False] if compressor.traits().gradient_units else [False, True]
-    for fed in ways:  # what feeds back by itself has nothing behind it that does
-        residual = handed("the residual of error feedback", np.ones(n, np.float32))
-        if not by_payload(compressor):
-            local = handed("local", np.zeros(n, np.float32))
-            run = (
-                compressor.exchange_feedback(x, out, residual, 1.0, ctx, local)
-                if fed
-                else compressor.exchange(x, out, ctx, local)
-            )
-            _received(run, handed)
-            continue
-        if not compressor.traits().fixed_size:
-            payload = (
-                compressor.compress_feedback(x, residual, 1.0, ctx)
-                if fed
-                else compressor.compress(x, ctx)
-            )
-        else:
-            payload = {
-                name: handed(f"payload[{name!r}] of encode_into", np.zeros(count, storage(dtype)))
-                for name, dtype, count in compressor.layout(n)
-            }
-            if fed:
-                compressor.feedback_into(x, residual, 1.0, payload, ctx)
-            else:
-                compressor.encode_into(x, payload, ctx)
-        received = {
-            name: handed(f"payload[{name!r}] of decompress", array.copy())
-            for name, array in payload.items()
-        }
-        compressor.decompress(received, out, ctx)
-        compressor.accumulate(received, out, ctx)
-        compressor.sum_into([received, received], out, ctx)
-    compressor.finish(out, ctx)
-    lost = ": what is put into another dict is lost; write ctx.state[...] = ..."
-    for name, value in vars(ctx).items():
-        assert before.get(name, ctx) is value, (
-            f"a call sets ctx.{name}, which is the engine's{lost if name == 'state' else ''}"
-        )
-    return [(what, ref(made)) for what, made in lent]
-
-
-def _received(run: Exchange, handed: Callable[[str, Any], Any]) -> None:
-    """Run the exchange of a single rank, which receives what it yields."""
-    with suppress(StopIteration):
-        asked = next(run)
-        while True:
-            asked = run.send(handed("what a round received", asked.values.copy()))
-
-
-def _check_no_scratch(kept: Any, what: str, workspace: Workspace) -> None:
-    if isinstance(kept, dict):
-        for key, value in kept.items():
-            _check_no_scratch(value, f"{what}[{key!r}]", workspace)
-    elif isinstance(kept, np.ndarray):
-        scratch = workspace.lends(kept)
-        assert not scratch, f"{what} is scratch of ctx.workspace, which others overwrite; copy it"
-
-
-def _check_apart(kept: Any, what: str, array: Array, other: str) -> None:
-    if isinstance(kept, dict):
-        for key, value in kept.items():
-            _check_apart(value, f"{what}[{key!r}]", array, other)
-    elif isinstance(kept, np.ndarray) and kept.size and array.size:
-        assert not np.shares_memory(kept, array), f"{what} shares memory with {other}; copy it"
 
 
 @needs("every_length", "fixed_size")
@@ -620,7 +379,7 @@ def _check_two_apart(compressor: Compressor, x: Array, given: dict[str, Any]) ->
     one, two = (compressor.compress(y, context(y, **given)) for y in (x, -2 * x))
     for name in one.keys() & two.keys():
         what = f"payload array {name!r} of a tensor with {given}"
-        _check_apart(one[name], what, two[name], "another tensor's")
+        check_apart(one[name], what, two[name], "another tensor's")
 
 
 @needs(*PURE)
@@ -636,119 +395,6 @@ def check_threads_change_nothing(compressor: Compressor) -> None:
         with limited(threads):
             results.append(simulate(compressor, [x])[0])
     assert same(*results), "one thread and four threads give different results"
-
-
-@needs(*PURE, "points_the_same_way", "the_last_element_counts")
-def check_non_finite_stays_visible(compressor: Compressor) -> None:
-    """Loss scaling finds overflow by looking at reduced gradients: a codec that turns Inf or NaN
-    into an ordinary number hides it, and the step that should be skipped is taken.
-
-    Let a NaN or Inf anywhere in x come out as NaN or Inf somewhere: a scale of x.max() becomes NaN
-    or Inf by itself, and 0 * Inf is NaN; do not use nan_to_num, clip or fmax on the way. What
-    sends a selection counts NaN as largest.
-    """
-    for bits in _NOT_FINITE:
-        for n, place in ((1, 0), (70, 69), (3000, 1234)):
-            _check_visible(compressor, gaussian(n, 4), place, bits)
-    for n, place in ((3000, 0), (_MILLION, _MILLION // 2), (_MILLION, _MILLION - 1)):
-        x = large()[:n].copy() if n == _MILLION else gaussian(n, 4)
-        _check_visible(compressor, x, place, _NOT_FINITE[0])
-    for bad in (np.nan, np.inf):  # a run that has diverged has nothing else
-        with np.errstate(all="ignore"):
-            (out,) = simulate(compressor, [np.full(3000, bad, np.float32)])
-        assert not np.isfinite(out).all(), f"3000 elements that are all {bad} vanished"
-    for one, other in ((np.inf, -np.inf), (np.nan, np.inf)):
-        x = gaussian(3000, 4)
-        x[[7, 1234]] = one, other
-        with np.errstate(all="ignore"):
-            (out,) = simulate(compressor, [x])
-        assert not np.isfinite(out).all(), (
-            f"{one} at element 7 and {other} at element 1234 of 3000 vanished together, and not by "
-            "themselves"
-        )
-
-
-@needs(
-    "non_finite_stays_visible",
-    "one_overflow_is_survived",
-    "second_stage",
-    "another_process_agrees",
-)
-def check_sums_keep_what_is_not_finite(compressor: Compressor) -> None:
-    """The engine adds up by sum_into and accumulate, and owners of shards compress sums again, as
-    ctx.stage 2: NaN that is lost there is an overflow that nobody sees.
-
-    Add all that decompress gives: do not leave codes of 0 out of a sum, whose scale may be NaN, and
-    use neither nansum nor nan_to_num. Compress in the second stage as in the first.
-    """
-    if not by_payload(compressor):
-        return
-    spoiled, sound = gaussian(3000, 4), gaussian(3000, 5)
-    spoiled[1234] = np.nan
-    traits = compressor.traits()
-    cut = traits.granularity is not None and traits.fixed_size and traits.combine == "gather"
-    with np.errstate(all="ignore"):
-        if cut:
-            ctx = context(spoiled, size=3, stage=2)
-            out = decode(compressor, encode(compressor, spoiled, ctx), 3000, ctx)
-            assert not np.isfinite(out).all(), "NaN vanished as ctx.stage 2: in the mean of a shard"
-        ctx = context(spoiled, size=3)
-        payloads = [encode(compressor, x, context(x, size=3)) for x in (sound, spoiled, sound)]
-        total, added = np.zeros(3000, np.float32), sound.copy()
-        compressor.sum_into(payloads, total, ctx)
-        compressor.accumulate(payloads[1], added, ctx)
-    for what, out in (("sum_into", total), ("accumulate", added)):
-        assert not np.isfinite(out).all(), f"NaN vanished in {what} of a payload that has it"
-
-
-def _check_visible(compressor: Compressor, x: Array, place: int, bits: int) -> None:
-    """Raise AssertionError where what is not finite leaves no trace; ``x`` is written to."""
-    x.view(np.uint32)[place] = bits
-    with np.errstate(all="ignore"):
-        (out,) = simulate(compressor, [x])
-    if not np.isfinite(out).all():
-        return
-    x[place], n = 1e4, x.size
-    came = float(simulate(compressor, [x])[0][place])
-    assert came > 0, (
-        f"element {place} of {n} is lost, whatever it is: 10000 comes out as {came:.4g} there, and "
-        "NaN or Inf vanishes with it"
-    )
-    bad = np.array([bits], np.uint32).view(np.float32)[0]
-    raise AssertionError(f"{bad} (0x{bits:08x}) at element {place} of {n} vanished")
-
-
-@needs(*PURE, "points_the_same_way")
-def check_extreme_values(compressor: Compressor) -> None:
-    """Gradients are zero, tiny and huge at times; finite numbers must not turn into NaN, and zeros
-    must not turn into garbage.
-
-    Guard divisions: all of x may be zero, and a scale may be too small to divide by. Put 1 in the
-    place of a scale of 0 where it divides, and not where it is sent. Clip an exponent to its
-    integer type: float32 has values down to 2^-149. Do not refuse NaN and Inf: they show an
-    overflow, whose step is skipped.
-    """
-
-    def body(x: Array) -> None:
-        with np.errstate(all="ignore"):
-            (out,) = simulate(compressor, [x])
-        if np.isfinite(x).all() and (np.abs(x) < 2.0**15).all():
-            assert np.isfinite(out).all(), f"finite values decode to {out}"
-
-    for_all(special(), body)
-    subnormal = np.float32(2.0**-149) * np.arange(-700, 700, dtype=np.float32)
-    with np.errstate(all="ignore"):
-        (out,) = simulate(compressor, [subnormal])
-    assert not compressor.traits().scales or not (np.abs(out) > 2.0**64).any(), (
-        f"{subnormal.size} values below 2^-139 come out as up to {np.abs(out).max():.4g}: an "
-        "exponent does not fit its integer type"
-    )
-    for n in (1, 70, 3000) if compressor.traits().scales else ():
-        (out,) = simulate(compressor, [np.zeros(n, np.float32)])
-        assert not out.any(), (
-            f"{n} zeros come out as {out[np.flatnonzero(out)[0]]:.4g}; where results go by "
-            "absolute sizes, declare scales=False"
-        )
 
 
 @needs(*PURE)
@@ -780,14 +426,10 @@ CHECKS = (
     check_sums_of_ranks_fit,
     check_scratch_does_not_matter,
     check_every_length,
-    check_leaves_its_input_alone,
     check_fills_its_output,
     check_payload_travels,
     check_deterministic,
     check_every_shape_and_name,
-    check_extreme_values,
     check_threads_change_nothing,
-    check_non_finite_stays_visible,
-    check_sums_keep_what_is_not_finite,
     check_decoding_is_the_same_everywhere,
 )

@@ -8,11 +8,17 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Payload, empty_payload
 from ringlet.compressors.core.context import Array, Workspace
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
+from ringlet.compressors.testing.tools.equality import same, same_payload
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, halves, large, vectors
-from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, decode, encode, exchanged
+from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.simulate import (
+    by_payload,
+    context,
+    decode,
+    encode,
+    exchanged,
+)
 
 _LONG = (1 << 20) + 37  # elements: no whole number of blocks
 _FEW = 100

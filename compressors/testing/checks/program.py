@@ -25,12 +25,11 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Context
 from ringlet.compressors.testing.checks.isolation import OTHERS, classes
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload
 from ringlet.compressors.testing.tools.inputs import gaussian
-from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.other_process import are_ours
 from ringlet.compressors.testing.tools.replaced import environment
-from ringlet.compressors.testing.tools.simulate import simulate
+from ringlet.compressors.testing.tools.simulate import by_payload, simulate
 
 _N, _LARGE = 1000, (1 << 17) + 3
 _CALLS = 6  # in each of which there is one more of what is never given back

@@ -14,10 +14,10 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.quantizers.quantize import Int8
 from ringlet.compressors.quantizers.shared_int import SharedInt
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same, same_payload
+from ringlet.compressors.testing.tools.equality import same, same_payload
 from ringlet.compressors.testing.tools.inputs import far_apart, gaussian, heavy_tailed, spiky
-from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
 
 _STEPS = 24
 _N = 2000

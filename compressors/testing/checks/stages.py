@@ -11,10 +11,10 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, Context
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
+from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
-from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, decode, encode, scatter
+from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, scatter
 
 _STEPS = 8
 _N = 1500

@@ -9,11 +9,10 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.testing.checks.many_steps import check_sent_at_all
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload
 from ringlet.compressors.testing.checks.training import with_feedback
 from ringlet.compressors.testing.tools.inputs import LARGE, far_apart, gaussian, large
-from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, encode, simulate
+from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.simulate import by_payload, context, encode, simulate
 
 _STEPS = 8
 _PART = 1 << 18  # elements of a large tensor that are looked at together

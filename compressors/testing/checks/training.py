@@ -12,11 +12,11 @@ from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, State, Workspace
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.modifiers.scaled import Scaled
-from ringlet.compressors.testing.checks.one_call import PURE, by_payload, same
+from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, vectors
-from ringlet.compressors.testing.tools.named_check import needs
-from ringlet.compressors.testing.tools.simulate import context, decode, encode, simulate
+from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
 
 # Residuals this many times as long as a gradient are growing: without a bound, 300 steps show it.
 _DIVERGED = 1000.0

@@ -13,6 +13,15 @@ from ringlet.compressors.testing.tools.patience import GivenUp, given_up_after
 
 Check = Callable[[Any], None]
 
+# Without these, whatever else is found says nothing new.
+SOUND = (
+    "every_length",
+    "leaves_its_input_alone",
+    "fills_its_output",
+    "payload_travels",
+    "fixed_size",
+)
+PURE = (*SOUND, "deterministic")
 
 _PATIENCE = 300.0  # seconds for a check, which take a few at most
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -42,6 +43,17 @@ def context(x: Array, state: State | None = None, **fields: Any) -> Context:
     """Return the context of a whole tensor ``x``."""
     held = {} if state is None else state
     return Context(**{"shape": _shape_of(x), "numel": x.size, "state": held, **fields})
+
+
+def by_payload(compressor: Compressor) -> bool:
+    """Whether there are payloads: not for compressors that exchange in rounds."""
+    return compressor.traits().combine != "rounds"
+
+
+def takes_local(compressor: Compressor) -> bool:
+    """Whether ``exchange`` has room for what stands for this rank's own gradient."""
+    taken = list(inspect.signature(compressor.exchange).parameters.values())
+    return len(taken) >= 4 or any(p.kind is p.VAR_POSITIONAL for p in taken)
 
 
 def encode(compressor: Compressor, x: Array, ctx: Context) -> Payload:
