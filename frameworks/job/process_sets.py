@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.ring.errors import RingError
@@ -68,7 +69,7 @@ class ProcessSet:
     def adopt(self, number: int) -> None:
         """Stand for the registered set ``number`` until the job is over."""
         self.process_set_id = number
-        current().at_close.append(self.forget)
+        _adopted(current()).add(self)
 
     def forget(self) -> None:
         """Be a set that is not registered: the job that knew it is over."""
@@ -175,3 +176,22 @@ def process_set_ranks() -> dict[int, list[int]]:
 def _of(runtime: Runtime) -> list[ProcessSet]:
     made: list[ProcessSet] = runtime.extras.setdefault("process sets", [])
     return made
+
+
+def _adopted(runtime: Runtime) -> WeakSet[ProcessSet]:
+    """Return the sets that stand for one of this job's, which they forget when it is over.
+
+    Those that the program has dropped leave it: it may make and remove a set in every step.
+    """
+    known: WeakSet[ProcessSet] | None = runtime.extras.get("adopted process sets")
+    if known is not None:
+        return known
+    adopted: WeakSet[ProcessSet] = WeakSet()
+
+    def forget_all() -> None:
+        for each in list(adopted):
+            each.forget()
+
+    runtime.at_close.append(forget_all)
+    runtime.extras["adopted process sets"] = adopted
+    return adopted

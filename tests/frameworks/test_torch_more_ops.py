@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -182,6 +184,22 @@ def case_process_sets_at_init():
         known = hvd.ProcessSet([])
         known.adopt(number)
         assert hvd.remove_process_set(known)
+
+
+def case_nothing_is_left_of_removed_process_sets():
+    runtime, kept = hvd.init(), hvd.ProcessSet([0])
+    for _ in range(3):
+        hvd.add_process_set(kept)
+        hvd.remove_process_set(kept)
+    held = len(runtime.at_close)
+    seen = [weakref.ref(hvd.add_process_set([0]))]
+    for _ in range(20):
+        hvd.remove_process_set(seen[-1]())
+        seen.append(weakref.ref(hvd.add_process_set([0])))
+    assert len(runtime.at_close) == held
+    gc.collect()
+    assert [each() is None for each in seen] == [True] * 20 + [False]
+    hvd.remove_process_set(seen[-1]())
 
 
 def case_names_of_parameters():
