@@ -13,6 +13,8 @@ from ringlet.ring.log import check_level
 ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _SLIP, _ALIKE = 0.8, 0.75  # how much alike two names are when one is, or might be, meant
 MEASURE = "measure"  # in the place of a link
+TUNABLE = ("fusion_threshold", "cycle_time", "streams", "cache", "hierarchical")
+ALL = "all"  # of these
 _KUBERNETES = re.compile(r".*(SERVICE_(HOST|PORT)|PORT_[0-9]+_|^PORT$)")  # of a service "ringlet"
 
 _LATENCY = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -96,6 +98,24 @@ def read_link(variable: str, text: str) -> tuple[float, float]:
         f" in {variable}=100us,1Gbit/s (s, ms, us or ns; kbit/s, Mbit/s, Gbit/s, kB/s, MB/s or"
         f" GB/s), or {variable}={MEASURE}"
     )
+
+
+def read_tuned(variable: str, text: str) -> list[str]:
+    """Read what autotuning is to tune: names of ``TUNABLE``, "all", or "-" before one; [] for off.
+
+    A word for yes stands for all.
+    """
+    text = text.strip()
+    if text.lower() in ("", *OFF):
+        return []
+    if text.lower() in ON:
+        return [ALL]
+    asked = [name.strip() for name in text.split(",")]
+    for name in filter(None, asked):
+        if name != ALL and name.removeprefix("-") not in TUNABLE:
+            known = ", ".join([*TUNABLE, ALL])
+            raise ValueError(f"{variable}={text!r}: {name!r} is not one of {known}, nor yes or no")
+    return asked
 
 
 def _positive(variable: str, text: str) -> None:
@@ -281,7 +301,7 @@ _SHARED: dict[str, Variable] = {
         "([collectives](which-collective.md#two-levels))",
     ),
     "AUTOTUNE": Variable(
-        _anything,
+        read_tuned,
         ENGINE,
         "off",
         "`1`, or names of what is to be tuned ([observability](observability.md#autotuning))",

@@ -7,19 +7,18 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ringlet.fusion import Limits
-from ringlet.fusion.autotune.choice import ALL, names
 from ringlet.fusion.limits import DIVISORS, UNKNOWN
 from ringlet.job.link_settings import parse_link
 from ringlet.metrics.switches import metrics_wanted
 from ringlet.ring.variables import (
+    ALL,
     MEASURE,
-    OFF,
-    ON,
     given,
     one_of,
     read_collective,
     read_flag,
     read_number,
+    read_tuned,
     read_whole,
 )
 
@@ -75,19 +74,12 @@ _FIXED_BY = {  # what is set stays, unless autotuning names it
 
 def _tuned(env: Mapping[str, str]) -> str:
     """Return what is to be tuned, by the names of ``Limits``: nothing, all, or a list."""
-    text = _read(env, "AUTOTUNE", _text, "").strip()
-    if text.lower() in ("", *OFF):
-        return ""
-    asked = [ALL] if text.lower() in ON else [name.strip() for name in text.split(",")]
+    nothing: list[str] = []
+    asked = _read(env, "AUTOTUNE", read_tuned, nothing)  # a misspelt one is an error on every rank
     if ALL in asked:
         fixed = (n for n, variables in _FIXED_BY.items() if any(given(env, v) for v in variables))
         asked += [f"-{name}" for name in fixed if name not in asked]
-    chosen = ",".join(asked)
-    try:
-        names(chosen)  # a misspelt one is an error on every rank, before they connect
-    except ValueError as error:
-        raise ValueError(f"RINGLET_AUTOTUNE={text!r}: {error}, nor yes or no") from None
-    return chosen
+    return ",".join(asked)
 
 
 def wishes_from(env: Mapping[str, str]) -> set[str]:

@@ -9,8 +9,7 @@ from ringlet.fusion.autotune.space import BOUNDS
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.process_set import levels_of
 from ringlet.ring.communicator import Communicator
-
-ALL = "all"
+from ringlet.ring.variables import ALL
 
 
 def names(text: str, absent: Mapping[str, str] | None = None) -> list[str]:

@@ -5,12 +5,13 @@ import logging
 import pytest
 
 from ringlet.__main__ import main
+from ringlet.fusion.autotune.space import BOUNDS
 from ringlet.job.session import init, is_initialized, shutdown
 from ringlet.job.settings import limits_from, wishes_from
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions import run
 from ringlet.ring.rendezvous.environment import Launched
-from ringlet.ring.variables import UNDERSTOOD, VARIABLES, check, unknown
+from ringlet.ring.variables import TUNABLE, UNDERSTOOD, VARIABLES, check, unknown
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,16 @@ def test_a_wrong_value_is_named_with_what_is_allowed(name, text, allowed):
     if ours != name:
         good = {"RINGLET_LOG_LEVEL": "info", "RINGLET_CYCLE_TIME": "1"}.get(ours, "1")
         check({name: text, ours: good})  # which counts alone
+
+
+def test_what_cannot_be_tuned_is_refused_before_anything_starts():
+    assert tuple(BOUNDS) == TUNABLE
+    for text in ("", "1", "Off", "all,-cycle_time", " streams, cache "):
+        check({"RINGLET_AUTOTUNE": text})
+    said = "'foo' is not one of fusion_threshold, .*, all, nor yes or no"
+    for name in ("RINGLET_AUTOTUNE", "HOROVOD_AUTOTUNE"):
+        with pytest.raises(ValueError, match=f"{name}='streams,foo': {said}"):
+            check({name: "streams,foo"})
 
 
 def test_all_that_is_wrong_is_said_at_once():
