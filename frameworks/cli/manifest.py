@@ -110,6 +110,17 @@ def _wanted(options: argparse.Namespace) -> WantedJob:
         raise UsageError(f"--min-nodes {fewest} is more than --nodes {nodes}")
     if most and nodes > most:
         raise UsageError(f"--nodes {nodes} is more than --max-nodes {most}")
+    if options.kind == "RayJob":
+        for flag, given in {
+            "--slots": options.slots,
+            "--network-interface": options.interfaces,
+            "--start-timeout": options.start_timeout,
+        }.items():
+            if given is not None:
+                raise UsageError(
+                    f"{flag} is of no use to a RayJob: its program says so to ringlet.ray, which"
+                    " starts the ranks"
+                )
     env = {**options.tunables, **dict(map(assignment, options.env))}
     try:
         check(env)

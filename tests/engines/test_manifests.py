@@ -8,12 +8,12 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-USUAL = [
-    "--name", "train", "--image", "me/train", "--nodes", "3", "--slots", "4", "--gpus", "4",
+WITH_RAY = [  # whose program says the rest
+    "--name", "train", "--image", "me/train", "--nodes", "3", "--gpus", "4",
     "--cpu", "8", "--memory", "16Gi", "--volume", "data:/data", "--volume", "kept:/kept",
     "--env", "SEED=7", "--restarts", "2", "--namespace", "work", "--fusion-threshold-mb", "32",
-    "--start-timeout", "900",
 ]  # fmt: skip
+USUAL = [*WITH_RAY, "--slots", "4", "--start-timeout", "900"]
 COMMAND = ["python", "train.py", "--name", "a: b", "#1", "yes", "1e3", "it's", "\u00e4\n"]
 
 
@@ -97,7 +97,7 @@ def test_a_jobset_holds_a_valid_job():
 @pytest.mark.parametrize("kind", ["MPIJob", "RayJob"])
 @pytest.mark.parametrize("elastic", [(), ("--min-nodes", "2", "--max-nodes", "5")])
 def test_pods_of_operators_are_valid(kind, elastic):
-    (document,) = render(kind, *elastic)
+    (document,) = render(kind, *elastic, words=WITH_RAY if kind == "RayJob" else USUAL)
     found = list(pods(document))
     assert len(found) == 2
     for template in found:

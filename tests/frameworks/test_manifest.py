@@ -52,6 +52,17 @@ def test_a_claim_may_appear_at_several_paths(capsys):
             ["--kind", "RayJob", *NEEDED[2:], "--nodes", "2", "--min-nodes", "3", "x"],
             "--min-nodes 3 is more than --nodes 2",
         ),
+        *(
+            (
+                ["--kind", "RayJob", *NEEDED[2:], flag, value, "x"],
+                f"{flag} is of no use to a RayJob",
+            )
+            for flag, value in (
+                ("--slots", "2"),
+                ("--network-interface", "eth0"),
+                ("--start-timeout", "9"),
+            )
+        ),
         ([*NEEDED, "--env", "RINGLET_METRIC=1", "x"], "did you mean RINGLET_METRICS"),
         ([*NEEDED, "--env", "NONE", "x"], "--env takes KEY=VALUE"),
     ],
