@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 from ringlet.report import comparison, single_run
+from ringlet.report.page_frame import BEGINNING
 from ringlet.report.summary import NotARun, read, verdict
-from ringlet.ring.safe_files import create_text
+from ringlet.ring.safe_files import create_text, refuse_others
 
 EXAMPLES = """\
 ringlet report run.jsonl                  # writes run.html
@@ -85,6 +86,7 @@ def _unwritten(output: Path, text: str) -> str | None:
             read(output)
             return f"{output} is a run's record, and would be lost; name another file with -o"
     try:
+        refuse_others(output, BEGINNING.encode())
         with create_text(output) as file:
             file.write(text)
     except IsADirectoryError:

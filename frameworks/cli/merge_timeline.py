@@ -7,7 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from ringlet.fusion.observe.merge import merge, rank_files, read
+from ringlet.fusion.observe.merge import BEGINNINGS, merge, rank_files, read
+from ringlet.ring.safe_files import refuse_others
 
 EXAMPLES = "ringlet timeline t.json        # merges t.rank0.json, t.rank1.json and so on"
 
@@ -38,11 +39,15 @@ def main(options: argparse.Namespace) -> int:
         print(f"ringlet timeline: there is no {sample}, nor another rank's part", file=sys.stderr)
         return 2
     try:
+        refuse_others(options.path, *BEGINNINGS)
         if not any(event for part in parts for event in read(part)):
             named = " and ".join(map(str, parts))
             print(f"ringlet timeline: no event of a timeline is in {named}", file=sys.stderr)
             return 2
         said = merge(options.path, parts)
+    except FileExistsError as error:
+        print(f"ringlet timeline: {error.filename} {error.strerror}", file=sys.stderr)
+        return 2
     except OSError as error:
         # What fills a disk names no file.
         why = error if error.filename else f"{options.path}: {error.strerror}"

@@ -65,6 +65,9 @@ _COLOURS = {
 }  # fmt: skip
 
 
+BEGINNING = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>'  # of each page
+
+
 def page(title: str, kind: str, verdict: str, caveat: str, facts: str, body: str) -> str:
     """Return a whole HTML page; ``body`` is HTML, the rest text. ``kind`` colours the verdict."""
     colours = "".join(
@@ -72,8 +75,7 @@ def page(title: str, kind: str, verdict: str, caveat: str, facts: str, body: str
         f".swatch.{name} {{ background: var(--{var}); }}\n"
         for name, var in _COLOURS.items()
     )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
+    return f"""{BEGINNING}{escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>{_STYLE}{sorted_table.STYLE}{colours}</style></head>
 <body><header class="{escape(kind)}"><h1>{escape(verdict)}</h1><p>{escape(facts)}</p>

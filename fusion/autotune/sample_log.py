@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from typing import Any
 
-from ringlet.ring.safe_files import create_text
+from ringlet.ring.safe_files import create_text, refuse_others
 
 COLUMNS = [
     "sample", "cycle_time_ms", "fusion_threshold", "streams", "cache", "hierarchical",
@@ -16,10 +16,13 @@ COLUMNS = [
 class Log:
     """A CSV of what was tried, at ``path`` unless that is empty.
 
-    The line with sample 0 is what was settled on. Switches are 0 or 1.
+    The line with sample 0 is what was settled on. Switches are 0 or 1. Raises OSError where
+    ``path`` is a link, or a file of another kind, such as a program.
     """
 
     def __init__(self, path: str) -> None:
+        if path:
+            refuse_others(path, ",".join(COLUMNS).encode(), b"hierarchical_allreduce,")  # Horovod's
         self._file = create_text(path, newline="") if path else None
         self._writer = csv.DictWriter(self._file, COLUMNS) if self._file else None
         if self._writer is not None:

@@ -13,6 +13,8 @@ from ringlet.ring.safe_files import replacing
 
 Event = dict[str, Any]
 
+# Of a timeline, merged or a part, and of Horovod's.
+BEGINNINGS = b'{"displayTimeUnit"', b'{"traceEvents"', b"[\n{"
 CLOCK = "ringlet clock"  # a metadata event that says how far a rank's clock is from rank 0's
 
 _MOST = 1e18  # microseconds: not so many that they are no numbers any more

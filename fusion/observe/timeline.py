@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.fusion.observe.clocks import estimate
-from ringlet.fusion.observe.merge import merge, rank_file
+from ringlet.fusion.observe.merge import BEGINNINGS, merge, rank_file
 from ringlet.fusion.observe.render import Clock, Instant, Renderer, Single, Stretch
 from ringlet.fusion.observe.tracefile import TraceFile
 from ringlet.fusion.recording.events import BucketDone, Quiet, Span, StepDone
@@ -197,5 +197,5 @@ def usable(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(f"the timeline's directory {where.parent} does not exist")
     if not os.access(where.parent, os.W_OK):
         raise PermissionError(f"the timeline's directory {where.parent} cannot be written to")
-    refuse_others(where, b'{"displayTimeUnit"', b'{"traceEvents"', b"[\n{")  # Horovod's is a list
+    refuse_others(where, *BEGINNINGS)
     return where

@@ -158,6 +158,19 @@ def test_nothing_is_written_through_a_link(tmp_path, writer):
     assert (tmp_path / "fresh").exists()
 
 
+def test_what_autotuning_tries_is_not_written_over_a_program(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import torch\n")
+    with pytest.raises(FileExistsError, match="holds something else"):
+        Log(str(path))
+    assert path.read_text() == "import torch\n"
+    for before in ("", "hierarchical_allreduce,hierarchical_allgather,score\n", "ours"):
+        if before != "ours":
+            path.write_text(before)
+        Log(str(path)).close()
+        assert path.read_text().startswith("sample,")
+
+
 def test_a_report_is_not_written_through_a_link(tmp_path, capsys):
     target = tmp_path / "target"
     target.write_text("precious")

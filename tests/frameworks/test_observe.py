@@ -139,6 +139,22 @@ def test_a_file_of_another_kind_is_not_overwritten(variable, monkeypatch, tmp_pa
         assert path.read_text().startswith("{")
 
 
+def test_no_report_nor_merged_timeline_takes_the_place_of_a_program(tmp_path, capsys):
+    record, part, program = (tmp_path / name for name in ("run.jsonl", "t.json", "train.py"))
+    recorded(record, [0.1] * 3)
+    part.write_text('[\n{"name":"x","ts":1.5,"pid":0}\n]\n')
+    program.write_text("import torch\n")
+    for words in (["report", record, "-o", program], ["timeline", program, part]):
+        assert main([str(word) for word in words]) == 2
+        said = "is there already, and holds something else: it is not overwritten"
+        assert capsys.readouterr().err == f"ringlet {words[0]}: {program} {said}\n"
+        assert program.read_text() == "import torch\n"
+    program.write_text("")  # nobody's
+    for words in (["report", record, "-o", program], ["timeline", tmp_path / "all.json", part]):
+        for _ in range(2):  # one may take the place of an earlier one
+            assert main([str(word) for word in words]) == 0
+
+
 def test_metrics_and_a_timeline_do_not_share_a_file(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "run.json"))
