@@ -7,6 +7,7 @@ blocking: what a slow reader leaves in its way waits in a queue of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
@@ -38,6 +39,7 @@ from ringlet.ring.wire.handshake import CLAIM, REFUSED, Claim, Keys, Listening
 
 BACKLOG = 256 << 20  # bytes that may wait for a slow reader before it counts as lost
 PENDING = 64  # strangers at a time; the oldest makes room
+_PAUSE = 0.1  # seconds until it is looked again whether there is a descriptor for who connects
 _LOOK = 0.1  # seconds between two looks whether ranks that have not joined are still there
 
 Severed = Callable[[], list[int]]  # ranks to which other connections have ended
@@ -79,6 +81,7 @@ class TcpHub(ControlPlane):
         self._lock = self._coordinator.lock
         self._pending: list[_Peer] = []
         self._peers: dict[int, _Peer] = {}
+        self._deaf: float | None = None  # until when (monotonic) there is no descriptor for more
         self._opened = threading.Event()
         self._left_early: tuple[int, str | None] | None = None  # and why
         self._closed = False
@@ -160,8 +163,12 @@ class TcpHub(ControlPlane):
     def _run(self) -> None:
         try:
             while not self._closed:
-                soonest = min((peer.deadline for peer in self._pending), default=None)
+                times = [peer.deadline for peer in self._pending]
+                if self._deaf is not None:
+                    times.append(self._deaf)
+                soonest = min(times, default=None)
                 self._step(None if soonest is None else max(0.0, soonest - time.monotonic()))
+                self._hear_again()
                 for peer in [p for p in self._pending if p.deadline <= time.monotonic()]:
                     self._drop(peer)
             self._part()
@@ -190,9 +197,9 @@ class TcpHub(ControlPlane):
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it gave up before we came to it, or there is no descriptor for it
-            if self._pending:
-                self._drop(self._pending[0])
+        except OSError as error:  # it gave up before we came to it, or has no descriptor
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._find_descriptor()
             return
         prepare(sock)
         sock.setblocking(False)
@@ -203,6 +210,19 @@ class TcpHub(ControlPlane):
             self._drop(self._pending[0])
         with contextlib.suppress(OSError):
             sock.send(peer.handshake.greeting)
+
+    def _find_descriptor(self) -> None:
+        """Have the oldest stranger make room, or let nobody in for now: who waits stays ready."""
+        if self._pending:
+            self._drop(self._pending[0])
+        else:
+            self._selector.unregister(self._listener)
+            self._deaf = time.monotonic() + _PAUSE
+
+    def _hear_again(self) -> None:
+        if self._deaf is not None and self._deaf <= time.monotonic():
+            self._deaf = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
 
     def _read(self, peer: _Peer) -> None:
         try:
@@ -287,7 +307,9 @@ class TcpHub(ControlPlane):
         self._opened.set()
 
     def _stop_listening(self) -> None:
-        self._selector.unregister(self._listener)
+        if self._deaf is None:
+            self._selector.unregister(self._listener)
+        self._deaf = None
         self._listener.close()
         for stranger in list(self._pending):
             self._drop(stranger)

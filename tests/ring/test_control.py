@@ -1,6 +1,7 @@
 """The control plane: order, wake-ups, partings, failures, and strangers at the listener."""
 
 import os
+import resource
 import secrets
 import select
 import socket
@@ -521,6 +522,25 @@ def test_a_slow_reader_gets_everything():
         messages = [[*unpack(body)] for kind, body in heard[1:] if kind == MESSAGES]
         assert messages == [[b"0:" + megabyte]] * 20
         sock.close()
+
+
+def test_without_a_descriptor_the_hub_waits_for_one_in_peace(monkeypatch):
+    """Who connects stays ready to be accepted: it would be asked again and again."""
+    steps, step = [], TcpHub._step
+    monkeypatch.setattr(TcpHub, "_step", lambda self, left: (steps.append(0), step(self, left)))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as sock, star(2, Echo(), ()) as (hub, where, complete):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # those that are open stay
+        try:
+            sock.connect(where)
+            time.sleep(0.55)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        asked = len(steps)
+        connect_as(sock, SECRET, Claim(0, 1, 2), time.monotonic() + WAIT)
+        complete()
+        assert 2 <= asked <= 16
+        assert hub._peers.keys() == {1}
 
 
 def test_one_rank_cannot_join_twice_and_a_missing_rank_is_named():
