@@ -92,6 +92,8 @@ class KvStore:
                     self._take(visitor, *unpack(body))
             except (ProtocolError, ValueError, IndexError):
                 visitor.channel.close()
+            if visitor.channel.closed:  # at its other end, perhaps: this one is open still
+                visitor.channel.close()
         self._visitors = [v for v in self._visitors if not v.channel.closed]
 
     def close(self) -> None:

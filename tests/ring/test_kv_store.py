@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -205,6 +207,22 @@ def test_who_breaks_the_protocol_is_sent_away(launcher: Launcher, body: bytes) -
         one.ask(Op.COUNT)
     assert two.ask(Op.COUNT) == b"0"
     two.close()
+
+
+def test_who_has_gone_leaves_no_open_connection(launcher: Launcher) -> None:
+    """Python warns of one that it has to close, on the launcher's standard error."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        own = launcher.client()
+        own.ask(Op.SET, b"name", b"value")
+        (there,) = launcher.kv_store.channels()
+        own.close()
+        until = time.monotonic() + 30
+        while launcher.kv_store.channels():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert there.fileno() == -1
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_launcher_that_goes_ends_a_wait(launcher: Launcher) -> None:
