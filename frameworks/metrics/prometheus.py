@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
+import time
 from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -18,6 +20,7 @@ log = logging.getLogger("ringlet")
 
 PHASES = ("compress", "communicate", "decompress")
 MOST = 16  # connections at a time, each with a thread; the oldest makes room
+PAUSE = 0.1  # seconds until it is looked again whether there is a descriptor for who connects
 PATIENCE = 10.0  # seconds that one may say nothing
 LONGEST = 1 << 14  # bytes of what one may ask
 
@@ -143,6 +146,15 @@ class Server(ThreadingMixIn, WSGIServer):
             target=self.serve_forever, args=(0.1,), name="ringlet-prometheus", daemon=True
         )
         self._thread.start()
+
+    def get_request(self) -> Any:
+        """Let somebody in. Who waits stays ready: without a descriptor, not to be asked at once."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(PAUSE)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection on a thread of its own."""

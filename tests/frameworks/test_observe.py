@@ -4,8 +4,10 @@ import contextlib
 import json
 import os
 import re
+import resource
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
@@ -20,7 +22,7 @@ from ringlet.fusion import Request
 from ringlet.fusion.extensions import ENGINE_THREAD
 from ringlet.fusion.observe import probe
 from ringlet.job.observation import start_timeline, stop_timeline, timeline_span
-from ringlet.metrics.prometheus import MOST, Prometheus, serve
+from ringlet.metrics.prometheus import MOST, Prometheus, Server, serve
 from ringlet.observe import start_metrics, step_skipped
 from ringlet.report.charts import scale
 from ringlet.report.summary import (
@@ -242,6 +244,24 @@ def test_strangers_who_hold_connections_take_no_more_than_some(address):
         sink.close()
         silent[-1].settimeout(60)
         assert silent[-1].recv(1) == b""
+
+
+def test_without_a_descriptor_the_server_waits_for_one_in_peace(monkeypatch):
+    pytest.importorskip("prometheus_client")
+    tries, once = [], Server.get_request
+    monkeypatch.setattr(Server, "get_request", lambda self: (tries.append(0), once(self))[1])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as scraper, contextlib.closing(serve("127.0.0.1:0", 0, 0)) as sink:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # those that are open stay
+        try:
+            scraper.connect(sink._server.server_address[:2])
+            time.sleep(0.55)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert 1 <= len(tries) <= 8
+        scraper.settimeout(60)
+        scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert scraper.recv(12, socket.MSG_WAITALL) == b"HTTP/1.0 200"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
