@@ -103,6 +103,7 @@ ROOM = 1 << 16
 # Set: programs take apart at their end what was imported before the fork too.
 WHOLE_END = "FORK_SERVER_WHOLE_END"
 
+KEPT: list[BaseException] = []  # what has ended this process's program
 USUAL = getattr(subprocess.Popen, "usual", subprocess.Popen)  # a server may be forked itself
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
@@ -372,6 +373,9 @@ def _ending(program: Program) -> int:
     try:
         program.run()
     except SystemExit as ending:
+        # The interpreter lets go of it when no code runs any more.
+        ending.__context__ = ending.__cause__ = None
+        KEPT.append(ending.with_traceback(None))
         if ending.code is None or isinstance(ending.code, int):
             return (ending.code or 0) & 0xFF
         _flush()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Mapping
 from functools import cache
 from types import TracebackType
@@ -37,12 +39,17 @@ def leave_on_exception(always: bool) -> None:
         _hook(always)
 
 
+class _Witness:
+    """Goes with the exception that has it."""
+
+
 @cache
 def _hook(always: bool) -> None:
     rank = os.getpid()
     show = sys.excepthook
     failed: list[BaseException] = []
-    asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0
+    asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0, or caught
+    witnesses: list[weakref.ref[_Witness]] = []  # of what it was called for last
 
     def code() -> int:
         """Return what the first of what failed, or else sys.exit, ends this process with."""
@@ -72,8 +79,23 @@ def _hook(always: bool) -> None:
 
     def exit_with(status: Any = None, /) -> NoReturn:
         # No hook sees the code of a SystemExit, and at exit it is too late to ask for it.
+        if threading.current_thread() is not threading.main_thread():
+            leave_now(status)  # ends that thread, and nothing else
+        witnesses.clear()
         asked[:] = [status] if isinstance(status, int) and status else [1] if status else []
-        leave_now(status)
+        try:
+            leave_now(status)
+        except SystemExit as error:
+            if asked:
+                vars(error)["_ringlet"] = witness = _Witness()
+                witnesses[:] = [weakref.ref(witness, gone)]
+                del witness
+            raise
+
+    def gone(_: object) -> None:
+        """Forget what was asked for where the program has caught it, and goes on."""
+        if sys._getframe().f_back is not None:  # a SystemExit that nobody catches outlives all code
+            asked.clear()
 
     leave_now, sys.exit = sys.exit, exit_with
     sys.excepthook = note

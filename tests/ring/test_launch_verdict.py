@@ -266,3 +266,37 @@ def test_those_that_lose_a_rank_have_time_to_raise_and_to_save() -> None:
     said = sorted(line.partition("<stdout>: ")[2] for line in done.stdout.splitlines())
     assert said == ["caught (1,)"] * 2 + ["saved"] * 2
     assert "rank 1 was ended by signal 9 (SIGKILL)" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("try: sys.exit(2)\nexcept SystemExit: pass", 0),
+        ("try: sys.exit(2)\nexcept SystemExit as error: print(error.code)", 0),
+        ("one = threading.Thread(target=sys.exit, args=[3])\none.start()\none.join()", 0),
+        ("sys.exit(4)", 4),
+        (
+            "def late():\n threading.main_thread().join()\n sys.exit()\n"
+            "threading.Thread(target=late).start()\nsys.exit(8)",
+            8,
+        ),
+        ("try: sys.exit(5)\nfinally: print('leaving')", 5),
+        ("try: sys.exit(2)\nexcept SystemExit: sys.exit(6)", 6),
+        ("try: sys.exit(7)\nexcept SystemExit as error:\n kept = error\n raise", 7),
+        ("sys.exit('a text')", 1),
+    ],
+)
+def test_a_rank_ends_with_what_sys_exit_was_called_with_unless_that_was_caught(
+    program: str, code: int
+) -> None:
+    """As of argparse's, where a program goes on: over MPI the job failed in the end."""
+    hook = (
+        "from ringlet.ring.rendezvous.exit_hooks import leave_on_exception as leave\nleave(True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, threading\n{hook}{program}"],
+        capture_output=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr.decode()
