@@ -22,6 +22,7 @@ from ringlet.ring.variables import check, unknown
 PACKAGES = {name: (name,) for name in ("ringlet", "numpy", "numba", "torch")} | {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"),
     "keras": ("keras", "keras-nightly"),
+    "jax": ("jax",),
     "mpi4py": ("mpi4py",),
     "cloudpickle": ("cloudpickle",),
 }

@@ -50,7 +50,8 @@ def test_alone() -> None:
     assert done.returncode == 0, done.stdout
     assert "\n  numpy " in done.stdout
     installed = {d.name: d.version for d in metadata.distributions()}
-    for name, distribution in (("tensorflow", "tensorflow-cpu"), ("keras", "keras")):
+    brought = {"tensorflow": "tensorflow-cpu", "keras": "keras", "jax": "jax"}
+    for name, distribution in brought.items():
         assert f"\n  {name:<16} {installed.get(distribution, '')}" in done.stdout
     assert f"\n  tensors on GPUs  {gpu_path()}" in done.stdout
     assert "ringlet doctor -np 4" in done.stdout
