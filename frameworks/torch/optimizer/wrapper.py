@@ -399,7 +399,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     - ``compression``: a spec such as ``"topk(ratio=0.01) | ef"``, a Compressor, or a mapping from
       name patterns to specs, first match first: ``{"*.bias": "none", "*": "int8 | ef"}``.
     - ``backward_passes_per_step``: passes whose gradients are summed before they are reduced.
-    - ``op``: Average, Sum, or Adasum, which combines the steps of the ranks' optimizers instead.
+    - ``op``: Average, Sum, or Adasum, which combines the steps of the ranks' optimizers instead,
+      and takes one of "none", "fp16" and "bf16" for all parameters.
     - ``gradient_predivide_factor``: divide by this before the sum and by size / this after it.
     - ``groups``: parameters that travel together, as lists of them, or how many groups to make;
       by default tensors are fused as they fit. (``num_groups`` is its deprecated form.)
