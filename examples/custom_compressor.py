@@ -15,7 +15,7 @@ class ScaledSign(Compressor):
 
     def compress(self, x, ctx):
         bits = ctx.xp.packbits(x >= 0)
-        return {"bits": bits, "scale": abs(x).mean(dtype="float32", keepdims=True)}
+        return {"bits": bits, "scale": abs(x).sum(keepdims=True) / max(x.size, 1)}
 
     def decompress(self, payload, out, ctx):
         positive = ctx.xp.unpackbits(payload["bits"], count=out.size)
