@@ -3,7 +3,7 @@
     ringlet run -np 2 python examples/tensorflow_embedding.py
 
 Matrix factorisation of made-up ratings: users and items each have a table of 50,000 rows, of which
-a batch touches a few hundred. Prints what a step sent, beside what the tables take.
+a batch touches a few hundred. Prints how large these rows are at most, beside the tables.
 """
 
 import argparse

@@ -71,10 +71,10 @@ def _loose(run: RunSummary) -> str:
     wire, raw = (amount(run.loose.sum(name)) for name in ("wire_bytes", "raw_bytes"))
     seconds = duration(run.loose.sum(*(f"{phase}_s" for phase in PHASES)))
     return (
-        '<figure class="wide"><h2>Beside the steps</h2><p>What belongs to no step, such as what '
-        f"<code>broadcast_parameters</code> sends: {escape(LOOSE)}. In the whole run they sent "
+        '<figure class="wide"><h2>Beside the steps</h2><p>What belongs to no step, such as an '
+        f"<code>allreduce</code> of a metric: {escape(LOOSE)}. In the whole run they sent "
         f"{wire} of {raw}, and took {seconds} of the engine’s time. No number above counts "
-        "them.</p></figure>"
+        "them, and none counts gathers and broadcasts.</p></figure>"
     )
 
 

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Stats:
-    """Counters of one rank.
+    """Counters of one rank, of what it reduces.
 
-    ``raw_bytes`` is what this rank would have sent for the same tensors uncompressed by ring
-    allreduce, 2 (W-1)/W of their bytes; ``wire_bytes`` is the payload it did send. An allreduce of
-    the transport's own counts as a ring here too, though some transports send small ones another
-    way. Times are seconds of the engine's thread: compressing, waiting for the network and peers
-    inside collectives, and decompressing. Abandoned steps failed on all ranks; skipped ones were
-    reduced and then not taken, because of an overflow.
+    Gathers, broadcasts and rows of sparse gradients do not count. ``raw_bytes`` is what this rank
+    would have sent for the same tensors uncompressed by ring allreduce, 2 (W-1)/W of their bytes;
+    ``wire_bytes`` is the payload it did send. An allreduce of the transport's own counts as a ring
+    here too, though some transports send small ones another way. Times are seconds of the engine's
+    thread: compressing, waiting for the network and peers inside collectives, and decompressing.
+    Abandoned steps failed on all ranks; skipped ones were reduced and then not taken, because of an
+    overflow.
     """
 
     raw_bytes: float = 0.0

@@ -441,6 +441,7 @@ def test_what_runs_once_belongs_to_no_step(tmp_path, capsys):
     text = path.with_suffix(".html").read_text()
     assert "Beside the steps" not in without
     assert "they sent 4.00 MB of 10.0 MB, and took 18.0 s of the engine" in text
+    assert "none counts gathers and broadcasts" in text
     assert "beside them 4.00 MB by operations submitted one by one" in text
     tiles = re.compile('<div class="tiles">.*?<figure', re.DOTALL)
     assert tiles.search(text).group() == tiles.search(without).group()

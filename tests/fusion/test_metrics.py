@@ -109,6 +109,19 @@ def test_the_relative_error_is_that_of_what_was_sent_and_measuring_changes_nothi
     assert of_momentum["residual_norm"] > 0
 
 
+def test_reductions_alone_are_counted():
+    """As docs/observability.md says: neither gathers nor broadcasts are."""
+
+    def body(engine):
+        for kind in ("allgather", "broadcast"):
+            engine.submit(Request(kind, kind, shape=(9,)), np.ones(9, np.float32)).wait(60)
+        before = engine.stats.wire_bytes
+        engine.submit(Request("sum", shape=(9,)), np.ones(9, np.float32)).wait(60)
+        return before, engine.stats.wire_bytes
+
+    assert with_engines(2, body) == [(0, 36), (0, 36)]
+
+
 def test_abandoned_steps_are_counted_and_told():
     def body(engine):
         records = []
