@@ -12,7 +12,7 @@ from itertools import pairwise
 from ringlet.compressors import PayloadError
 from ringlet.compressors.core.multitensor import Spaced
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
-from ringlet.fusion.codecs.multi_tensor import Launches, Shard
+from ringlet.fusion.codecs.launched_members import Launches, Shard
 from ringlet.fusion.planning.member import Member
 from ringlet.ring.dtypes import Array
 

@@ -13,7 +13,7 @@ from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.multitensor import Sum
 from ringlet.compressors.core.payload import padded
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
-from ringlet.fusion.codecs.multi_tensor import TAKEN, Shard, by_dtype, call, in_common, outputs
+from ringlet.fusion.codecs.launched_members import TAKEN, Shard, by_dtype, call, in_common, outputs
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.requests.request import dumps, loads
 from ringlet.ring.dtypes import Array

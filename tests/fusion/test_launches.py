@@ -8,7 +8,7 @@ from ringlet.compressors.core.errors import PayloadError
 from ringlet.compressors.core.multitensor import Spaced
 from ringlet.fusion import CompressionFailed, Request
 from ringlet.fusion.codecs.cuda_codec import DeviceCodec
-from ringlet.fusion.codecs.multi_tensor import Launches, Shard
+from ringlet.fusion.codecs.launched_members import Launches, Shard
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.planning.member import Member
 

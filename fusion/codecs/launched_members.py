@@ -1,4 +1,4 @@
-"""The members of a bucket at an ordered place, encoded and decoded many a launch.
+"""The members of a bucket at an ordered place, such as a GPU, encoded and decoded many a launch.
 
 Inputs and outputs of 16 bits go into the kernels, and come out of them, as they are; those of other
 dtypes are converted member by member.
