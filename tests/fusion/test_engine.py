@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from engines import with_engines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,19 +31,6 @@ SPECS = [
     "none", "fp16", "bf16", "int8(bucket=32)", "topk(ratio=0.2)", "int8(bucket=32) | ef",
     "topk(ratio=0.1) | ef", "topk(ratio=0.3) | int8(bucket=32) | ef", "fp16 | ef",
 ]  # fmt: skip
-
-
-def with_engines(size, body, **limits):
-    """Run ``body(engine)`` on ``size`` ranks; return the results by rank."""
-
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def gradient(rank, name, n, step=0):

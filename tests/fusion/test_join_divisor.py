@@ -5,6 +5,7 @@ import sys
 import cloudpickle
 import numpy as np
 import pytest
+from engines import with_engines
 
 import ringlet
 from ringlet.compressors import parse
@@ -21,17 +22,6 @@ pytestmark = pytest.mark.preloaded("torch")
 
 SIZE, LATE = 3, 2  # ranks, and the one that has no data after the first step
 EPS = {"float64": 1e-14, "float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}
-
-
-def with_engines(body, size=SIZE, **limits):
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def values(rank, step, n, dtype="float32"):
@@ -75,7 +65,7 @@ def run(spec, declared, divisor, dtype="float32", n=3000, op=ReduceOp.AVERAGE, *
             group.wait(60)
         return [*results, wide(x, dtype)]
 
-    results = with_engines(body, join_divisor=divisor, **limits)
+    results = with_engines(SIZE, body, join_divisor=divisor, **limits)
     assert [r.tobytes() for r in results[0]] == [r.tobytes() for r in results[1]]
     assert results[LATE][-1].tobytes() == results[0][-1].tobytes()
     return results[0]
@@ -162,7 +152,7 @@ def test_scales_and_large_tensors_in_pieces():
         engine.join()
         return None if engine.rank == LATE else (x.min(), x.max())
 
-    found = with_engines(body, join_divisor="contributors")
+    found = with_engines(SIZE, body, join_divisor="contributors")
     assert found == [(6.0, 6.0), (6.0, 6.0), None]
 
 

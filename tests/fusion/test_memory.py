@@ -120,14 +120,7 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
             hashes.append(group.hash)
         return hashes, len(group.buckets)
 
-    def rank_main(comm):
-        engine = Engine(comm, open_control)
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    first, second = run_local(rank_main, 2)
+    first, second = with_engines(2, body)
     assert first == second
     assert first[1] == 2
     assert first[0][0] != first[0][1] == first[0][3]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from engines import with_engines
 
 from ringlet.compressors import Compressor, Modifier, Part, Round, Traits, parse, register
 from ringlet.compressors.specs import registry
@@ -15,7 +16,7 @@ from ringlet.fusion.extensions import ENGINE_THREAD
 from ringlet.fusion.recording.events import Quiet
 from ringlet.ring import Mismatch, RingError
 from ringlet.ring.control.opening import open_control
-from ringlet.ring.transports.local import LocalWorld, run_local
+from ringlet.ring.transports.local import LocalWorld
 
 SIZE = 3
 WAIT = 60.0
@@ -129,17 +130,6 @@ def faults(monkeypatch):
     return faults
 
 
-def with_engines(body, size=SIZE, **limits):
-    def rank_main(comm):
-        engine = Engine(comm, open_control, Limits(**limits))
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
-
-
 def stepper(engine, specs, declared, n=N):
     """Return ``step(x)``, which reduces a tensor for each of ``specs``, and their states.
 
@@ -205,7 +195,7 @@ def told_by_all(faults, specs, method, rank, kind, declared=True, before=1, **li
                 np.testing.assert_array_equal(out, np.ones(N, np.float32))
         return str(caught.value)
 
-    (text,) = set(with_engines(body, **limits))
+    (text,) = set(with_engines(SIZE, body, **limits))
     return text
 
 
@@ -296,7 +286,7 @@ def test_a_layout_that_differs_between_ranks_is_told_before_anything_moves(monke
         sync(engine)
         return str(caught.value)
 
-    (text,) = set(with_engines(body))
+    (text,) = set(with_engines(SIZE, body))
     assert "rank 1" in text
     assert f"'{spec}'" in text
 
@@ -318,7 +308,7 @@ def test_a_plugin_that_fails_to_finish_ends_the_engine_on_all_ranks(faults, spec
         assert states[0]["step"] == 1
         return str(caught.value)
 
-    (text,) = set(with_engines(body))
+    (text,) = set(with_engines(SIZE, body))
     assert text.startswith("the engine broke on rank 1: CompressionFailed: compressor ")
     assert "failed in finish of tensor 'w0'" in text
     assert kind in text
@@ -341,7 +331,7 @@ def test_no_rank_finishes_a_step_that_another_cannot_decode(faults, spec):
         assert states[0]["step"] == 2
         return out.tobytes()
 
-    (out,) = set(with_engines(body))
+    (out,) = set(with_engines(SIZE, body))
     np.testing.assert_array_equal(np.frombuffer(out, np.float32), np.full(N, 2, np.float32))
 
 
@@ -364,7 +354,7 @@ def test_a_decoder_that_fails_while_a_rank_has_joined(faults, spec, declared):
             step(x)
         return [engine.join(), str(caught.value)]
 
-    first, second, third = with_engines(body)
+    first, second, third = with_engines(SIZE, body)
     assert second[1] == third[1]
     assert second[1].startswith("rank 1: ")
     assert first[0] == second[0] == third[0]
@@ -386,7 +376,7 @@ def test_a_rank_that_joined_fails_to_decode(faults, spec):
         engine.join()
         return str(caught.value)
 
-    first, second, third = with_engines(body)
+    first, second, third = with_engines(SIZE, body)
     assert first is None
     assert second == third
     assert second.startswith("rank 0: ")
@@ -402,7 +392,7 @@ def test_a_compressor_that_cannot_warm_up_is_told_by_the_step_that_needs_it(faul
         step(np.ones(N, np.float32))
         return True
 
-    assert all(with_engines(body))
+    assert all(with_engines(SIZE, body))
 
 
 class Handler:
@@ -462,7 +452,7 @@ def test_a_layout_that_raises_ends_the_declaration_on_all_ranks(monkeypatch):
         sync(engine)
         return str(caught.value)
 
-    texts = with_engines(body)
+    texts = with_engines(SIZE, body)
     failed = texts.pop(1)
     assert "'shapeless' failed in layout of tensor 'w'" in failed
     assert set(texts) == {f"'g' was not declared: rank 1: CompressionFailed: {failed}"}
@@ -483,7 +473,7 @@ def test_a_schedule_that_raises_is_told_with_the_tensor(faults):
             [step(np.ones(N, np.float32)) for _ in range(2)]
         return str(caught.value)
 
-    (text,) = set(with_engines(body))
+    (text,) = set(with_engines(SIZE, body))
     assert "failed in at of tensor 'w0'" in text
 
 
@@ -536,7 +526,7 @@ def test_a_step_that_one_rank_cannot_plan_fails_on_all_and_the_next_is_planned(u
         step, _ = stepper(engine, ["scattered | unplanned"], declared=True)
         return outcomes(step, 6)
 
-    (found,) = set(map(tuple, with_engines(body)))
+    (found,) = set(map(tuple, with_engines(SIZE, body)))
     assert [found[i] for i in (0, 1, 4, 5)] == [1.0] * 4
     for text in found[2:4]:
         assert text.startswith("CompressionFailed: rank 1: compressor")
@@ -553,7 +543,7 @@ def test_a_step_that_a_joined_rank_cannot_plan_fails_on_all(unplanned):
         engine.join()
         return found
 
-    first, second, third = with_engines(body)
+    first, second, third = with_engines(SIZE, body)
     assert first == second
     assert [first[i] for i in (0, 1, 3)] == pytest.approx([1.0, 2 / 3, 2 / 3])
     assert third == [1.0]
@@ -588,7 +578,7 @@ def test_all_who_wait_for_a_step_go_on_though_the_next_cannot_be_planned(unplann
         other.join(WAIT)
         return errors, other.is_alive()
 
-    assert with_engines(body) == [([], False)] * SIZE
+    assert with_engines(SIZE, body) == [([], False)] * SIZE
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -634,7 +624,7 @@ def test_whatever_ends_the_engines_thread_is_told_to_everybody(kind, where, rank
         texts.append(str(caught.value))
         return texts
 
-    (text,) = {text for texts in with_engines(body) for text in texts}
+    (text,) = {text for texts in with_engines(SIZE, body) for text in texts}
     assert text.startswith(f"the engine broke on rank {rank}: {kind}")
 
 
@@ -657,7 +647,7 @@ def test_a_callback_that_raises_stops_nobody(kind, caplog):
             handle.wait(WAIT)
         return True
 
-    assert all(with_engines(body))
+    assert all(with_engines(SIZE, body))
     assert kind in caplog.text
 
 
@@ -686,7 +676,7 @@ def test_callbacks_that_raise_when_the_engine_ends_leave_no_caller_waiting():
         assert ended.wait(WAIT)
         return True
 
-    assert all(with_engines(body, size=2))
+    assert all(with_engines(2, body))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -703,7 +693,7 @@ def test_an_observer_that_raises_is_dropped(kind):
         sync(engine)
         return len(engine._worker.recorder.observers)
 
-    assert with_engines(body) == [0] * SIZE
+    assert with_engines(SIZE, body) == [0] * SIZE
 
 
 def test_a_generator_that_will_not_be_closed_stops_nobody(faults):
@@ -734,7 +724,7 @@ def test_a_generator_that_will_not_be_closed_stops_nobody(faults):
         step(x)
         return str(caught.value)
 
-    assert len(set(with_engines(body))) == 1
+    assert len(set(with_engines(SIZE, body))) == 1
 
 
 def test_the_place_in_the_plugin_is_told_and_what_python_does_not_say(faults):
@@ -756,7 +746,7 @@ def test_the_place_in_the_plugin_is_told_and_what_python_does_not_say(faults):
             step(np.ones(N, np.float32))
         return str(caught.value)
 
-    (told,) = set(with_engines(body))
+    (told,) = set(with_engines(SIZE, body))
     assert "immutable: what one remembers belongs into ctx.state" in told
     assert "self.residual = x  # what it remembers)" in told
     assert "test_plugin_faults.py, line " in told
@@ -837,6 +827,6 @@ def test_what_a_plugin_does_wrong_is_told_with_its_cure(plugin, says):
         sync(engine)
         return str(told.value)
 
-    texts = with_engines(body)
+    texts = with_engines(SIZE, body)
     (text,) = set(texts)
     assert says in text

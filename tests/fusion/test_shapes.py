@@ -2,23 +2,11 @@
 
 import numpy as np
 import pytest
+from engines import with_engines
 
 from ringlet.compressors import parse
-from ringlet.fusion import Engine, Request
-from ringlet.ring.control.opening import open_control
+from ringlet.fusion import Request
 from ringlet.ring.errors import Mismatch
-from ringlet.ring.transports.local import run_local
-
-
-def with_engines(size, body):
-    def rank_main(comm):
-        engine = Engine(comm, open_control)
-        try:
-            return body(engine)
-        finally:
-            engine.shutdown()
-
-    return run_local(rank_main, size)
 
 
 def submit(engine, shape, spec="int8 | ef"):
