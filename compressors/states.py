@@ -93,20 +93,7 @@ def fit(
     In sentences without a subject. ``spec`` and ``numel``, the tensor's elements, are None where
     nobody knows them. Arrays are NumPy's.
     """
-    told: list[str] = []
-    wrong = broken(state)
-    if wrong is not None:
-        told.append(f"holds {wrong}; its residual is forgotten")
-        forget(state)
-    of_nobody = [key for key in state if is_shard(key) and ShardName.read(key) is None]
-    lost = [key for key in of_nobody if not bare({key: state.pop(key)})]
-    if lost:
-        told.append(f"is of a Ringlet that told no elements of {lost}, which are forgotten")
-    places = [place for key in state if (place := ShardName.read(key)) is not None]
-    if any(place.numel != numel for place in places) and numel is not None:
-        told.append(f"has {numel} elements; that of shards of {places[0].numel} is forgotten")
-        for key in state.keys() - {"step"}:
-            del state[key]
+    told = _without_broken(state) + _without_foreign_shards(state, numel)
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
     if spec is not None and spec != str(compressor):
         if before is None:
@@ -115,36 +102,70 @@ def fit(
             forgotten = carry_over(state, before, compressor, size, average, postscale)
         if forgotten:
             told.append(_of_another(spec, compressor, forgotten))
+    if numel is not None:
+        told += _without_other_sizes(state, compressor, numel)
+    return told + _rows_left(state, before, compressor)
+
+
+def _without_broken(state: State) -> list[str]:
+    """Forget a residual that cannot be read; return what to say of it."""
+    wrong = broken(state)
+    if wrong is None:
+        return []
+    forget(state)
+    return [f"holds {wrong}; its residual is forgotten"]
+
+
+def _without_foreign_shards(state: State, numel: int | None) -> list[str]:
+    """Forget what is of shards of another tensor, or of no known one; return what to say of it."""
+    told = []
+    of_nobody = [key for key in state if is_shard(key) and ShardName.read(key) is None]
+    lost = [key for key in of_nobody if not bare({key: state.pop(key)})]
+    if lost:
+        told.append(f"is of a Ringlet that told no elements of {lost}, which are forgotten")
+    places = [place for key in state if (place := ShardName.read(key)) is not None]
+    if any(place.numel != numel for place in places) and numel is not None:
+        told.append(f"has {numel} elements; that of shards of {places[0].numel} is forgotten")
+        _without(state, {"step"})
+    return told
+
+
+def _without_other_sizes(state: State, compressor: Compressor, numel: int) -> list[str]:
+    """Forget what is of a tensor of another size than ``numel``; return what to say of it."""
+    told = []
     for name in compressor.traits().gradient_units:
         array = state.get(name)
         if name == "residual" and array is None:
             array = next(
                 (state[key] for key in ("residual_bf16", "residual_int8") if key in state), None
             )
-        if numel is None:
-            continue
         wanted = compressor.units_size(name, numel)
         if getattr(array, "shape", ()) in ((), (wanted,)):  # or a number
             continue
         told.append(f"has {numel} elements; its {name!r}, {described(array)}, is forgotten")
         # What is left is of that other tensor too: factors, a server's sums, parts of shards.
-        for key in state.keys() - {"step"}:
-            del state[key]
-    if numel is not None and np.size(state.get("rows", ())) not in (0, numel):
+        _without(state, {"step"})
+    if np.size(state.get("rows", ())) not in (0, numel):
         table = described(state["rows"])
         told.append(f"has {numel} elements; what it held back of rows, {table}, is forgotten")
         del state["rows"]
+    return told
+
+
+def _rows_left(state: State, before: Compressor | None, compressor: Compressor) -> list[str]:
+    """Return what to say of factors of a higher rank, of which ``compressor`` keeps a part."""
     ranks = [
         c.rank
         for c in (before and innermost(before), innermost(compressor))
         if isinstance(c, LowRank)
     ]
-    if len(set(ranks)) == 2:
-        for side in [side for side in ("left", "right") if side in state]:
-            rows = len(state[side])
-            if rows > ranks[1]:
-                told.append(f"keeps {ranks[1]} of the {rows} rows of its {side!r}")
-    return told
+    if len(set(ranks)) != 2:
+        return []
+    return [
+        f"keeps {ranks[1]} of the {len(state[side])} rows of its {side!r}"
+        for side in ("left", "right")
+        if side in state and len(state[side]) > ranks[1]
+    ]
 
 
 def merged(
