@@ -22,7 +22,7 @@ from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.movements import allgather_async, barrier, broadcast_async_
 from ringlet.torch.ops.reductions import allreduce_async_
-from ringlet.torch.optimizer.reducer import TORCH_GROUP
+from ringlet.torch.optimizer.double_reduction import TORCH_GROUP
 
 _OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVERAGE, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
 _Group: Any = getattr(dist, "ProcessGroup", object)  # which some builds of torch lack

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet
-from ringlet.job.session import current
+from ringlet.job.session import Runtime, current
 from ringlet.precision.reduction import carrier
 from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
@@ -32,6 +31,7 @@ from ringlet.shared.model_agreement import agree, told_alike
 from ringlet.shared.requests import check_predivide
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
+from ringlet.torch.optimizer.double_reduction import refuse_ddp
 from ringlet.torch.optimizer.drift_check import DriftCheck
 from ringlet.torch.optimizer.frozen import is_zero
 from ringlet.torch.optimizer.grad_hooks import GradHooks
@@ -42,14 +42,11 @@ from ringlet.torch.optimizer.sparse_gradients import SparseGradients
 from ringlet.torch.tensors.placement import HOST, place_of
 from ringlet.torch.tensors.views import check, dtype_of
 
-TORCH_GROUP = "torch.process_group"  # in a runtime's extras: DDP may be at work over it
 _CLIP = (
     "clip it between optimizer.synchronize() and optimizer.step(), the latter inside "
     "optimizer.skip_synchronize(). Where a library clips, such as a Trainer with max_grad_norm, "
     "let DistributedDataParallel reduce, with hvd.ddp_hook"
 )
-
-
 NO_COPY = (
     "a DistributedOptimizer cannot be copied or pickled: it is tied to this process's parameters "
     "and peers. Copy or save optimizer.state_dict()"
@@ -487,48 +484,51 @@ class Reducer:
             check(p, f"parameter {name!r}")
         if self._size() == 1 or not self._included:
             return
-        number = self._process_set.number()
-        places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
-        self._handed.places = places
+        self._handed.places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
         self._place_results()
         names = [name for name in self.parameters if name not in self._rows.dims]
         carried = [self._carried(name) for name in names]
-        requests = [
-            Request(
-                name,
-                "allreduce",
-                dtype_of(self.parameters[name]),
-                tuple(self.parameters[name].shape),
-                self._op,
-                str(compressor),
-                collective,
-                prescale=1.0 / self._predivide,
-                postscale=self._predivide,
-                process_set=number,
-                group=self._cohorts.get(name, ""),
-                place=places[name],
-                edition=edition(compressor),
-            )
-            for name, (compressor, collective) in zip(names, carried, strict=True)
-        ]
-        compressors = [compressor for compressor, _ in carried]
         # Declared even without parameters: a rank that has some has to hear of it.
-        states, engine = [self.memory.states[name] for name in names], runtime.engine
+        requests = [self._request(n, *each) for n, each in zip(names, carried, strict=True)]
+        compressors = [compressor for compressor, _ in carried]
+        states, number = [self.memory.states[name] for name in names], self._process_set.number()
         # Before others know that all have declared: one of them may tell of a change at once.
         self._declarations += 1
         label = f"{self._label}.{self._declarations}"
         self._alike = ListChanges(runtime, label, number, _Alike())
         early = len(set(runtime.topology.hosts)) > 1  # on one host a bucket more hides no wire
         declared = self._label, requests, compressors, states
-        group = engine.declare(*declared, step, number, early)
+        self._go_on_with(runtime.engine.declare(*declared, step, number, early), runtime)
+
+    def _request(self, name: str, compressor: Compressor, collective: str) -> Request:
+        """Return what is declared of a parameter's gradient."""
+        p = self.parameters[name]
+        return Request(
+            name,
+            "allreduce",
+            dtype_of(p),
+            tuple(p.shape),
+            self._op,
+            str(compressor),
+            collective,
+            prescale=1.0 / self._predivide,
+            postscale=self._predivide,
+            process_set=self._process_set.number(),
+            group=self._cohorts.get(name, ""),
+            place=self._handed.places[name],
+            edition=edition(compressor),
+        )
+
+    def _go_on_with(self, group: Group, runtime: Runtime) -> None:
+        """Reduce by ``group`` from now on, and let the engine forget the one before."""
         self._shown = self._shown or runtime.title(self._title)
-        engine.entitle(group, self._shown)
+        runtime.engine.entitle(group, self._shown)
         if self._group is not None:
             self._finalizer.detach()
-            engine.release(self._group)
+            runtime.engine.release(self._group)
         group.unscale(self._unscaling)
         self._group = group if self.parameters else None
-        self._finalizer = weakref.finalize(self, engine.release, group)
+        self._finalizer = weakref.finalize(self, runtime.engine.release, group)
 
     def _inherit(self, before: Reducer) -> int:
         """Go on with what ``before`` remembers of the same parameters; return the step."""
@@ -662,7 +662,7 @@ class Reducer:
     def _ready(self, name: str, p: torch.Tensor) -> None:
         self.renewed = True
         if not self._alone:
-            _refuse_ddp(self._hooks)
+            refuse_ddp(self._hooks)
             self._alone = True
         left = self._left[name] = self._left[name] - 1
         if left > 0:
@@ -740,27 +740,3 @@ class Reducer:
 
 def _are_counts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(n, int) for n in value.values())
-
-
-def _refuse_ddp(hooks: GradHooks) -> None:
-    """Raise RuntimeError where DistributedDataParallel reduces the same gradients."""
-    connected = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not (connected or current().extras.get(TORCH_GROUP)):
-        return
-    if _is_in_ddp(hooks):
-        gc.collect()  # one that was dropped lives on in its circles
-        if _is_in_ddp(hooks):
-            raise RuntimeError(
-                "DistributedDataParallel reduces the gradients of this optimizer's parameters "
-                "too: use DistributedOptimizer with the bare model, or DistributedDataParallel "
-                "with hvd.ddp_hook and the bare optimizer"
-            )
-
-
-def _is_in_ddp(hooks: GradHooks) -> bool:
-    """Whether a DistributedDataParallel that is still there wraps a parameter of ``hooks``."""
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    return any(  # DDP keeps no list of what it wraps
-        issubclass(type(found), wrapper) and any(p in hooks for p in found.parameters())
-        for found in gc.get_objects()
-    )
