@@ -175,6 +175,20 @@ class _CarriedOver:
         return max(fitting, key=goes_on, default=None)
 
 
+class _Lent(NamedTuple):
+    """What compressors remember, in memory of XLA's, for the time of one call.
+
+    ``places`` has arrays by path and key; ``present`` says which of them somebody has made, as in
+    ``ReduceGradientsState``, and ``now_present`` is to say so afterwards. They are of ``among``
+    ranks.
+    """
+
+    places: dict[str, dict[str, Array]]
+    present: Array
+    now_present: Array
+    among: int
+
+
 class _Reductions:
     """The reducers of one transformation: one for each list of gradients."""
 
@@ -253,8 +267,8 @@ class _Reductions:
             places: dict[str, dict[str, Array]] = {}
             for (path, key), target in zip(keys, kept, strict=True):
                 places.setdefault(path, {})[key] = target
-            memory = present, results[first], places, max(given[1], 1)
-            following[...] = self._run(slots, arrays[:first], results[:first], step, *memory, flag)
+            lent = _Lent(places, present, results[first], max(given[1], 1))
+            following[...] = self._run(slots, arrays[:first], results[:first], step, lent, flag)
 
         aliases = tuple((first + 3 + i, first + 2 + i) for i in range(len(keys)))
         given = [*leaves, state.step, state.present, state.owner, *remembered]
@@ -342,23 +356,18 @@ class _Reductions:
         arrays: Sequence[Array],
         outputs: Sequence[Array],
         step: int,
-        present: Array,
-        now_present: Array,
-        places: dict[str, dict[str, Array]],
-        among: int,
+        lent: _Lent,
         flag: Array,
     ) -> int:
-        """Reduce ``arrays`` into ``outputs``; what is remembered lies in ``places``.
+        """Reduce ``arrays`` into ``outputs``; return the number of the next step.
 
-        It was so of ``among`` ranks. ``flag`` is raised where parameters are to be compared.
-        Returns the number of the next step.
+        ``flag`` is raised where parameters are to be compared.
         """
         if not self._settings.process_set.included():
             for array, out in zip(arrays, outputs, strict=True):
                 out[...] = array
-            now_present[...] = present
+            lent.now_present[...] = lent.present
             return step + 1
-        settings = self._settings
         self._labels(slots)  # those of the present ranks
         with self._lock:
             self._bind()
@@ -368,36 +377,17 @@ class _Reductions:
             # What is drawn in common goes by the step: a rank at another one would part.
             key = slots, 0 if self._following is None else step - self._following
             self.changes.begin(key)
-            done = None
+            done, reducer = None, self._reducers.get(slots)
             try:
-                reducer = self._reducers.get(slots)
                 if reducer is None:
                     step = self.agree(slots, "update", step)
                     made = _OfOneList(self, self._settings, not self._reducers)
                     reducer = self._reducers[slots] = made
-                    self._warn_of_forgotten(_of_paths(places, present))
-                divided = _of_paths(places, present == _DIVIDED)
-                for path, known in _of_paths(places, present).items():
-                    state = reducer.memory.states.setdefault(path, {})
-                    put(state, nested(known))
-                    if bool(divided[path]) != self._divides(path):  # another spec's
-                        before = among if divided[path] else 1
-                        after = settings.process_set.size() if self._divides(path) else 1
-                        prescale(state, settings.router(path), before / after)
-                for slot in slots:  # which compressors that remember nothing else count, too
-                    reducer.memory.states.setdefault(slot.name, {})["step"] = step
+                    self._warn_of_forgotten(_of_paths(lent.places, lent.present))
+                self._recall(reducer, slots, step, lent)
                 reducer.go_to(step)
                 reducer.reduce(slots, arrays, (), outputs, lambda: raise_flag(flag))
-                first = 0
-                for path in sorted(reducer.memory.states):  # as ``places`` are
-                    arrays_of = places.get(path, {})
-                    flags = now_present[first : first + len(arrays_of)]
-                    store(
-                        reducer.memory.states[path], arrays_of, flags, f"the compressor of {path!r}"
-                    )
-                    flags *= self._mark(path)
-                    first += len(arrays_of)
-                now_present[first:] = 0
+                self._hold(reducer, lent)
                 self._following, done = max(reducer.step, step + 1), key
                 return self._following
             finally:
@@ -405,6 +395,33 @@ class _Reductions:
                 if reducer is not None:  # its states lie in memory that is XLA's again
                     for state in reducer.memory.states.values():
                         put(state, {})
+
+    def _recall(
+        self, reducer: GradientReducer, slots: Sequence[Slot], step: int, lent: _Lent
+    ) -> None:
+        """Let compressors go on, at ``step``, from what is ``lent``."""
+        chosen, states = self._settings.router, reducer.memory.states
+        divided = _of_paths(lent.places, lent.present == _DIVIDED)
+        for path, known in _of_paths(lent.places, lent.present).items():
+            state = states.setdefault(path, {})
+            put(state, nested(known))
+            if bool(divided[path]) != self._divides(path):  # another spec's
+                before = lent.among if divided[path] else 1
+                after = self._settings.process_set.size() if self._divides(path) else 1
+                prescale(state, chosen(path), before / after)
+        for slot in slots:  # which compressors that remember nothing else count, too
+            states.setdefault(slot.name, {})["step"] = step
+
+    def _hold(self, reducer: GradientReducer, lent: _Lent) -> None:
+        """Put what compressors remember now where it is ``lent``."""
+        first = 0
+        for path in sorted(reducer.memory.states):  # as ``places`` are
+            arrays = lent.places.get(path, {})
+            flags = lent.now_present[first : first + len(arrays)]
+            store(reducer.memory.states[path], arrays, flags, f"the compressor of {path!r}")
+            flags *= self._mark(path)
+            first += len(arrays)
+        lent.now_present[first:] = 0
 
     def _warn_of_forgotten(self, known: Mapping[str, Mapping[str, Any]]) -> None:
         """Tell the first rank what another spec has left of gradients that now leave nothing."""
