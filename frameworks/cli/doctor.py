@@ -161,10 +161,42 @@ def _as_rank(ranks_only: bool, as_json: bool = False, assumed: MeasuredLink | No
     good = True
     if comm.rank == 0 and not ranks_only and not as_json:
         good = _report(_examined())
-    told = [
-        json.loads(said)
-        for said in comm.allgather_bytes(json.dumps([socket.gethostname(), versions()]).encode())
-    ]
+    network = _measured(comm, assumed)
+    if comm.rank == 0 and as_json:
+        good = _tell_as_json(comm, network, assumed)
+    elif comm.rank == 0:
+        good = _tell(comm, network, assumed) and good
+    good = comm.broadcast_bytes(b"1" if good else b"0") == b"1"
+    comm.close()
+    return 0 if good else 1
+
+
+@dataclass(frozen=True)
+class _Network:
+    """What ranks have found out together.
+
+    ``hosts`` are theirs, ``places`` those that predictions are for: others where a link is assumed.
+    ``found`` are each rank's versions. ``codecs`` is empty where there is no verdict, ``reduced``
+    the bytes of tensor a second that an uncompressed allreduce takes.
+    """
+
+    hosts: list[str]
+    places: Sequence[str]
+    found: list[dict[str, str]]
+    links: Sequence[MeasuredLink]
+    codecs: list[CodecCost]
+    reduced: float
+
+    @property
+    def compared(self) -> bool:
+        """Whether all links are known, and so what compressors would take on them."""
+        return _known(self.links)
+
+
+def _measured(comm: Communicator, assumed: MeasuredLink | None) -> _Network:
+    """Measure the links, unless one is ``assumed``, and codecs. Collective."""
+    own = json.dumps([socket.gethostname(), versions()]).encode()
+    told = [json.loads(said) for said in comm.allgather_bytes(own)]
     hosts = [host for host, _ in told]
     places = hosts if assumed is None else assumed_hosts(hosts)
     pieces = (assumed is None) + 1 + (len(set(places)) > 1) * len(SPECS)
@@ -174,52 +206,63 @@ def _as_rank(ranks_only: bool, as_json: bool = False, assumed: MeasuredLink | No
             links = measure_links(comm, hosts)
     else:
         links = [assumed]
-    compared = bool(links) and not any(link.error for link in links)  # or there is no verdict
     codecs = []
-    for spec in SPECS if compared else ():
+    for spec in SPECS if _known(links) else ():
         with _piece(shown, f"timing {spec}"):
             codecs.append(_slowest(comm, _codec(parse(spec))))
     with _piece(shown, "timing an uncompressed allreduce"):
         reduced = _allreduce_rate(comm)
     if shown is not None:
         shown.wipe()
-    if comm.rank == 0 and as_json:
-        findings = _examined()
-        good = all(f.good for f in findings) and not any(link.error for link in links)
-        good = good and not _differing([found for _, found in told])
-        rows = [asdict(each) for each in _predicted(codecs, places, links)] if compared else []
-        best = _best(rows) if compared else None if links else "none"
-        facts = {
-            "machine": _as_objects(findings),
-            "transport": comm.name,
-            "hosts": hosts,
-            "links": [] if assumed else [asdict(link) for link in links],
-            "assumed_link": asdict(assumed) if assumed else None,
-            "allreduce_bytes_per_s": reduced,
-            "predicted": rows,
-            "compression": best,
-            "hierarchical_bytes": _share_of_levels([UNCOMPRESSED, *codecs], best or "none", places),
-            "good": good,
-        }
-        print(json.dumps(facts, indent=1), flush=True)
-    elif comm.rank == 0:
-        print(f"\n{comm.size} ranks over {comm.name}:")
-        for host in dict.fromkeys(hosts):
-            ranks = ", ".join(str(r) for r, name in enumerate(hosts) if name == host)
-            print(f"  {host}: {ranks}")
-        good = _compare([found for _, found in told], hosts) and good
-        print(f"  allreduce of 16 MiB: {reduced / 1e6:.0f} MB/s of tensor, uncompressed")
-        if assumed is None:
-            good = _links(links) and good
-        else:
-            where = "" if places is hosts else ", with every rank on a host of its own"
-            mbit = 8 * assumed.rate / 1e6
-            print(f"  not measured but assumed: {mbit:g} Mbit/s between hosts{where}")
-        _verdict(codecs, places, links)
-        sys.stdout.flush()
-    good = comm.broadcast_bytes(b"1" if good else b"0") == b"1"
-    comm.close()
-    return 0 if good else 1
+    return _Network(hosts, places, [found for _, found in told], links, codecs, reduced)
+
+
+def _known(links: Sequence[MeasuredLink]) -> bool:
+    """Whether there are links, and all of them could be measured."""
+    return bool(links) and not any(link.error for link in links)
+
+
+def _tell_as_json(comm: Communicator, network: _Network, assumed: MeasuredLink | None) -> bool:
+    """Print all that was found as one object; return whether nothing has to be put right."""
+    findings, codecs, places, links = _examined(), network.codecs, network.places, network.links
+    good = all(f.good for f in findings) and not any(link.error for link in links)
+    good = good and not _differing(network.found)
+    rows = [asdict(each) for each in _predicted(codecs, places, links)] if network.compared else []
+    best = _best(rows) if network.compared else None if links else "none"
+    facts = {
+        "machine": _as_objects(findings),
+        "transport": comm.name,
+        "hosts": network.hosts,
+        "links": [] if assumed else [asdict(link) for link in links],
+        "assumed_link": asdict(assumed) if assumed else None,
+        "allreduce_bytes_per_s": network.reduced,
+        "predicted": rows,
+        "compression": best,
+        "hierarchical_bytes": _share_of_levels([UNCOMPRESSED, *codecs], best or "none", places),
+        "good": good,
+    }
+    print(json.dumps(facts, indent=1), flush=True)
+    return good
+
+
+def _tell(comm: Communicator, network: _Network, assumed: MeasuredLink | None) -> bool:
+    """Print what was found, for people; return whether nothing has to be put right."""
+    hosts = network.hosts
+    print(f"\n{comm.size} ranks over {comm.name}:")
+    for host in dict.fromkeys(hosts):
+        ranks = ", ".join(str(r) for r, name in enumerate(hosts) if name == host)
+        print(f"  {host}: {ranks}")
+    good = _compare(network.found, hosts)
+    print(f"  allreduce of 16 MiB: {network.reduced / 1e6:.0f} MB/s of tensor, uncompressed")
+    if assumed is None:
+        good = _links(network.links) and good
+    else:
+        where = "" if network.places is hosts else ", with every rank on a host of its own"
+        mbit = 8 * assumed.rate / 1e6
+        print(f"  not measured but assumed: {mbit:g} Mbit/s between hosts{where}")
+    _verdict(network.codecs, network.places, network.links)
+    sys.stdout.flush()
+    return good
 
 
 @contextmanager
