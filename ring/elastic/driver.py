@@ -166,21 +166,7 @@ class Driver:
                 return ElasticOutcome(
                     128 + number, _ended_by(number), [], None, number == signal.SIGINT
                 )
-            own = self._address(hosts)
-            self._local = own == LOCAL and self._engine is None
-            secret = self._engine.secret if self._engine is not None else None
-            self._listener = start.listen_for_wrappers(0, own, secret)
-            stack.enter_context(contextlib.closing(self._listener))
-            self.key = leave_parcels(self.kv_store, self._listener.secret, parcels)
-            self._rank_table = RankTable([], printer, self._task, place=b"{}")
-            self.kv_store.leave(epochs.CHANGES, b"0")
-            self.kv_store.leave(epochs.SPECS, b"null")
-            reader, writer = os.pipe()
-            os.set_blocking(reader, False)
-            self._noise: BinaryIO = stack.enter_context(os.fdopen(reader, "rb", buffering=0))
-            self._writer = stack.enter_context(os.fdopen(writer, "wb", buffering=0))
-            self._said = bytearray()
-            stack.callback(self._release)
+            self._open(hosts, parcels, stack)
             now = time.monotonic()
             self._membership.hosts_found(hosts, now)
             self._obey(self._membership.decide(now), now)
@@ -193,6 +179,32 @@ class Driver:
         code, reason = self._over
         returned, interrupted = self._membership.returned(), signal.SIGINT in self._forwarded
         return ElasticOutcome(code, reason, returned, self._blamed, interrupted)
+
+    def _open(
+        self,
+        hosts: Sequence[Host],
+        parcels: Mapping[str, bytes] | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Open what members report to, and the pipe of what their wrappers say themselves.
+
+        ``stack`` closes it, when it has ended the members.
+        """
+        own = self._address(hosts)
+        self._local = own == LOCAL and self._engine is None
+        secret = self._engine.secret if self._engine is not None else None
+        self._listener = start.listen_for_wrappers(0, own, secret)
+        stack.enter_context(contextlib.closing(self._listener))
+        self.key = leave_parcels(self.kv_store, self._listener.secret, parcels)
+        self._rank_table = RankTable([], self._printer, self._task, place=b"{}")
+        self.kv_store.leave(epochs.CHANGES, b"0")
+        self.kv_store.leave(epochs.SPECS, b"null")
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        self._noise: BinaryIO = stack.enter_context(os.fdopen(reader, "rb", buffering=0))
+        self._writer = stack.enter_context(os.fdopen(writer, "wb", buffering=0))
+        self._said = bytearray()
+        stack.callback(self._release)
 
     def rank_of(self, number: int) -> int:
         """Return the rank that a member had last, or its own number if it never had one."""
@@ -380,25 +392,29 @@ class Driver:
         for number in self._asked_at.keys() - late:
             del self._asked_at[number]
         for number in late:
-            rank = self._rank_table.ranks[number]
-            if number in self._asked_at and now < self._due(number):
-                continue
-            if number in self._asked_at and rank.heard < self._asked_at[number]:
-                self._printer.note(
-                    f"rank {self.rank_of(number)} on {rank.host} keeps the others waiting, and gave"
-                    f" no sign of life for {self._silence:g} s"
-                )
-                self._membership.silent(number, now)
-                del self._asked_at[number]
-                continue
-            self._asked_at[number] = now
-            if rank.channel is not None:
-                rank.channel.send(Kind.ALIVE)
+            self._ask_after(self._rank_table.ranks[number], now)
         ranks = [self._rank_table.ranks[n] for n in late | set(self._membership.called())]
         self._doubted = [rank for rank in ranks if not rank.here and not rank.done]
         for rank in self._doubted:
             if self._unheard(rank) <= 0:
                 self._rank_table.lose(rank)
+
+    def _ask_after(self, rank: Rank, now: float) -> None:
+        """Ask a late member's wrapper for a sign of life; give up one that has not answered."""
+        number = rank.number
+        if number in self._asked_at and now < self._due(number):
+            return
+        if number in self._asked_at and rank.heard < self._asked_at[number]:
+            self._printer.note(
+                f"rank {self.rank_of(number)} on {rank.host} keeps the others waiting, and gave"
+                f" no sign of life for {self._silence:g} s"
+            )
+            self._membership.silent(number, now)
+            del self._asked_at[number]
+            return
+        self._asked_at[number] = now
+        if rank.channel is not None:
+            rank.channel.send(Kind.ALIVE)
 
     def _unheard(self, rank: Rank) -> float:
         """Return the seconds until a rank for which others wait is gone with its host."""
