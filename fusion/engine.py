@@ -34,7 +34,7 @@ from ringlet.fusion.observe.timeline_control import Timelines
 from ringlet.fusion.process_set import levels_of
 from ringlet.fusion.queue.requester import Requester
 from ringlet.fusion.recording.stats import Stats
-from ringlet.fusion.requests.callers_locks import Lock, lent
+from ringlet.fusion.requests.callers_locks import Lock, lent, uninterrupted
 from ringlet.fusion.requests.handle import Expected, Handle, Output, Work
 from ringlet.fusion.requests.legality import check_request, check_values, usable
 from ringlet.fusion.requests.request import Request, dumps
@@ -339,7 +339,7 @@ class Engine:
 
     def _send(self, message: bytes) -> None:
         with suppress(PeerLost):  # the engine's thread finds out why, and tells
-            self._control.send(message)
+            uninterrupted(self._control.send, message)
 
     def _expected(self, key: Hashable) -> Expected:
         """Return what is done when the answer to ``key`` comes."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.recording.events import Observer
+from ringlet.fusion.requests.callers_locks import uninterrupted
 from ringlet.fusion.requests.handle import Expected, Handle
 from ringlet.fusion.requests.request import dumps
 from ringlet.fusion.worker import Worker
@@ -88,7 +89,7 @@ class Extensions:
 
     def announce_only(self, action: str, argument: Any) -> None:
         """Let every rank do ``action``, and go on."""
-        self._control.send(m.ANNOUNCE + dumps([action, argument]))
+        uninterrupted(self._control.send, m.ANNOUNCE + dumps([action, argument]))
 
     def on_announced(self, action: str, do: Callable[[Any, bool], None]) -> None:
         """Call ``do(argument, whether all ranks are there)`` when ``action`` is announced."""

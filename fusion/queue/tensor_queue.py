@@ -62,7 +62,8 @@ class TensorQueue:
             self._in_flight[key] = work
             self.queued_bytes += work.input.nbytes
             self._queue.append(work)
-            return len(self._queue) == 1
+            first = len(self._queue) == 1
+            return first if self._error is None else self._end_late(self._error)
 
     def add(self, works: Sequence[Work]) -> bool:
         """Queue ``works`` together; return whether the queue was empty.
@@ -77,7 +78,7 @@ class TensorQueue:
                 self.queued_bytes += work.input.nbytes
             first = not self._queue
             self._queue.extend(works)
-        return first
+            return first if self._error is None else self._end_late(self._error)
 
     @property
     def queued(self) -> int:
@@ -146,6 +147,11 @@ class TensorQueue:
             self._queue.clear()
         for work in works:
             work.finish(error)
+
+    def _end_late(self, error: Exception) -> bool:
+        """End what a signal's handler has interrupted that shut down, and returned: wake nobody."""
+        self.close(error)
+        return False
 
     def _admit(self, works: Sequence[Work]) -> None:
         """Count ``works`` as members of their groups. Raises if they must not be submitted."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
@@ -54,6 +53,7 @@ class TcpControl(ControlPlane):
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._wake_pending = False
+        self._waking = 0  # the thread that is about to write the byte of that wake-up
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
@@ -168,10 +168,19 @@ class TcpControl(ControlPlane):
         return messages
 
     def _wake(self) -> None:
-        if not self._wake_pending:
-            self._wake_pending = True
-            with contextlib.suppress(OSError):
+        # A signal's handler may run in the midst of this: it wakes by itself.
+        own = threading.get_ident()
+        if not self._wake_pending or self._waking == own:
+            self._wake_pending, self._waking = True, own
+            try:
                 self._waker.send(b"\0")
+            except OSError:  # closed, or there are bytes in plenty
+                pass
+            except BaseException:  # the handler's: nothing may be on its way
+                self._wake_pending = False
+                raise
+            finally:
+                self._waking = 0
 
     def _abandon(self) -> None:
         release([self._sock, self._waker, self._woken])

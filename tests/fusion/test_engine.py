@@ -1,7 +1,10 @@
 """The engine on in-process ranks: results, agreement, and what happens when things go wrong."""
 
 import os
+import signal
 import threading
+import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -20,12 +23,14 @@ from ringlet.fusion import (
     Request,
 )
 from ringlet.fusion.buckets import group as groups
+from ringlet.fusion.negotiation.coordinator import Coordinator
+from ringlet.fusion.negotiation.messages import DECLARE
 from ringlet.fusion.queue.tensor_queue import TensorQueue
 from ringlet.fusion.requests.handle import Handle
 from ringlet.fusion.worker import Worker
-from ringlet.ring import Mismatch, PeerLost, ReduceOp
+from ringlet.ring import Mismatch, PeerLost, ReduceOp, RingError
 from ringlet.ring.control.opening import open_control
-from ringlet.ring.transports.local import LocalCommunicator, run_local
+from ringlet.ring.transports.local import LocalCommunicator, LocalWorld, run_local
 
 SPECS = [
     "none", "fp16", "bf16", "int8(bucket=32)", "topk(ratio=0.2)", "int8(bucket=32) | ef",
@@ -515,6 +520,66 @@ def test_a_handler_can_shut_down_whatever_it_interrupts(where, monkeypatch):
     thread.start()
     thread.join(20)
     assert found == [[True]]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_a_handler_that_shuts_down_has_interrupted_ends_too(many, monkeypatch):
+    """The engine has ended all that was in flight before this is."""
+    begin = TensorQueue._admit
+    engines = []
+
+    def interrupted(queue, works):
+        begin(queue, works)
+        engines[0].shutdown()  # and the handler returns
+
+    def body(engine):
+        engines.append(engine)
+        values, request = np.ones(4, np.float32), Request("x", group="g", group_size=1, shape=(4,))
+        monkeypatch.setattr(TensorQueue, "_admit", interrupted)
+        if many:
+            (handle,) = engine.submit_all([(request, values, None, None)])
+        else:
+            handle = engine.submit(request, values)
+        with pytest.raises(EngineClosed):
+            handle.wait(20)
+        return True
+
+    assert with_engines(1, body) == [True]
+
+
+@pytest.mark.parametrize("how", ["shuts down", "raises"])
+def test_no_handler_runs_in_the_midst_of_a_message(how, monkeypatch):
+    """It would cut the message off, or rank 0's coordinator, or wait for a thread that waits."""
+    real, interrupted = Coordinator.on_message, []
+
+    def handle(*_):
+        if how == "raises":
+            raise KeyboardInterrupt
+        engine.shutdown()
+
+    def on_message(coordinator, rank, message):
+        if not interrupted and message[:1] == DECLARE:
+            interrupted.append(True)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+        return real(coordinator, rank, message)
+
+    monkeypatch.setattr(Coordinator, "on_message", on_message)
+    before = signal.signal(signal.SIGUSR1, handle)
+    engine = Engine(LocalWorld(1).communicators[0], open_control, Limits())
+    try:
+        ends = suppress(RingError) if how == "shuts down" else pytest.raises(KeyboardInterrupt)
+        with ends:
+            engine.declare("g", [Request("y", shape=(4,))], [parse("none")], [{}])
+        assert interrupted
+        assert engine._thread.is_alive() == (how == "raises")
+        if how == "raises":  # and goes on
+            group = engine.declare("h", [Request("z", shape=(4,))], [parse("none")], [{}])
+            group.submit("z", np.ones(4, np.float32))
+            group.wait(60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        engine.shutdown()
 
 
 def test_who_shuts_down_second_waits_for_the_end_too():

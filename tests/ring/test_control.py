@@ -673,6 +673,33 @@ def test_a_wake_up_in_the_middle_of_another_is_not_lost():
         control.close()
 
 
+@pytest.mark.parametrize("how", ["wakes", "raises"])
+def test_a_signals_handler_in_the_midst_of_a_wake_up_loses_none(how):
+    with star(2, Echo()) as (_, _, complete):
+        (control,) = complete()
+        waker, handled = control._waker, []
+
+        class Interrupted:
+            def send(self, data):
+                if not handled:
+                    handled.append(how)
+                    if how == "raises":
+                        raise KeyboardInterrupt
+                    control.wake()
+                    assert control.receive(WAIT) == []
+                return waker.send(data)
+
+        control._waker = Interrupted()
+        if how == "raises":
+            with pytest.raises(KeyboardInterrupt):
+                control.wake()
+        began = time.monotonic()
+        control.wake()
+        assert control.receive(WAIT) == []
+        assert time.monotonic() - began < WAIT / 2
+        control._waker = waker
+
+
 def test_a_finaliser_may_wake_the_rank_whose_inbox_is_being_filled():
     """Python may run a finaliser wherever it allocates, on the thread that puts messages too."""
     inbox = Inbox()
