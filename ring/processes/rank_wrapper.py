@@ -328,6 +328,11 @@ def _unreached(rank: int, address: str, error: Exception) -> str:
     )
 
 
+def _say(text: str) -> None:
+    """Print a line at once, end and all: other ranks' wrappers share the standard error."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     """Run this rank's program; the environment says where the launcher is."""
     parent = os.getppid()
@@ -339,7 +344,7 @@ def main() -> int:
     try:
         channel, job = join(address, secret, rank)
     except (OSError, ProtocolError) as error:
-        print(_unreached(rank, address, error), file=sys.stderr)
+        _say(_unreached(rank, address, error))
         return 1
     wrapper = Wrapper(channel, job, {STORE_KEY: store_key(secret).hex()}, parent)
     wrapper.launcher_lost = [int(number) for number in sys.argv[1:]]
@@ -349,10 +354,9 @@ def main() -> int:
     except ProtocolError as error:  # somebody is on the way, or the network changes bits
         wrapper.channel.close()
         wrapper.abandon()
-        print(
+        _say(
             f"rank {rank}, host {socket.gethostname()}, was killed: what came from the launcher at"
-            f" {address} could not be believed: {error}",
-            file=sys.stderr,
+            f" {address} could not be believed: {error}"
         )
         return 1
 

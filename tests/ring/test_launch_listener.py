@@ -350,6 +350,24 @@ def test_a_wrapper_that_does_not_reach_its_launcher_says_so_in_a_sentence() -> N
     assert "Connection refused" in said
 
 
+def test_what_a_wrapper_says_is_written_with_the_end_of_its_line() -> None:
+    """Others write to the same pipe, maybe in between."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    env = {ADDRESS: f"127.0.0.1:{port}", SECRET: bytes(32).hex(), "RINGLET_RANK": "3"}
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a write is a packet
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                WRAPPER, env=os.environ | env | {"PYTHONUNBUFFERED": "1"}, stderr=theirs
+            )
+        assert process.wait(WAIT) == 1
+        said = ours.recv(1 << 12)
+        assert said.startswith(b"rank 3, host ")
+        assert said.endswith(b"\n")
+        assert ours.recv(1 << 12) == b""
+
+
 def test_only_the_launcher_is_believed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = f"127.0.0.1:{listener.getsockname()[1]}"
