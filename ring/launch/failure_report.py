@@ -17,28 +17,40 @@ from ringlet.ring.wire.kv_store import KvStore
 MPI_SHARE = 6 << 20
 
 
+_SHARED = "/dev/shm"
+
+
 def shared_memory() -> int:
     """Return how large /dev/shm is here, in bytes; without end where there is none."""
     try:
-        found = os.statvfs("/dev/shm")
+        found = os.statvfs(_SHARED)
     except OSError:
         return sys.maxsize
     return found.f_blocks * found.f_frsize
+
+
+def may_share() -> bool:
+    """Return whether this user may make files in /dev/shm here."""
+    return os.access(_SHARED, os.W_OK | os.X_OK)
 
 
 class FailureReport:
     """Watches the ranks of ``rank_table`` for failures.
 
     ``kv_store`` holds what ranks have left, ``manager`` is MPI's process manager if there is one.
-    ``several`` tells whether ranks are to be named with their hosts. ``first`` is the rank that
+    ``several`` tells whether ranks are to be named with their hosts, ``mpi`` whether they meet over
+    MPI. ``first`` is the rank that
     failed first, ``running`` are those that had not ended when that was known.
     """
 
-    def __init__(self, rank_table: RankTable, kv_store: KvStore, several: bool) -> None:
+    def __init__(
+        self, rank_table: RankTable, kv_store: KvStore, several: bool, mpi: bool = False
+    ) -> None:
         self.first: Rank | None = None
         self.running: list[Rank] = []
         self.manager: Started | None = None
         self._missed: Rank | None = None
+        self._mpi = mpi
         self._rank_table, self._kv_store, self._several = rank_table, kv_store, several
 
     def reached(self) -> bool:
@@ -98,13 +110,18 @@ class FailureReport:
         return f"{name} was killed together with its wrapper"
 
     def _of_memory(self, rank: Rank) -> str:
-        """Say what ``rank`` may have died of, where MPI or DataLoaders have filled /dev/shm."""
+        """Say what ``rank`` may have died of, where MPI or DataLoaders need more of /dev/shm."""
         here = sum(other.here for other in self._rank_table.ranks)
         scarce = rank.here and shared_memory() < (here + 1) * MPI_SHARE
         if rank.code == -signal.SIGBUS or (rank.code == -signal.SIGSEGV and scarce):
             return (
                 ", as where /dev/shm is full: make it larger (docker run --shm-size=1g), or take "
                 "--transport gloo and fewer DataLoader workers"
+            )
+        if self._mpi and rank.here and here > 1 and not may_share():
+            return (
+                "; MPI needs /dev/shm, where this user may not write: let it, or take "
+                "--transport gloo"
             )
         return ""
 

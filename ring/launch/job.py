@@ -119,7 +119,8 @@ class Job:
             files = f"; what rank N prints is in {output}/rank.N too" if output else ""
             self.printer.note(f"{self._plan}{files}")
         self._rank_table = RankTable(site.ranks(), self.printer, self._task, self._plan.pmi)
-        self._failure = FailureReport(self._rank_table, self.kv_store, site.several)
+        mpi = self._plan.transport == "mpi"
+        self._failure = FailureReport(self._rank_table, self.kv_store, site.several, mpi)
         self._absence = Absence(self._rank_table, self.kv_store, self._plan.pmi, self._failure)
         self._helpers = Helpers(site, self._rank_table)
         self._ending = Termination(self._rank_table, self._failure, self.printer, grace)

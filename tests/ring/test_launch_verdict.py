@@ -28,7 +28,9 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 LEFT = "rank {} exited with code 0 while others still needed it, so rank {} exited with code 75"
 
 
-def verdict(codes: dict[int, tuple[int | None, int]], **told: LossReport) -> FailureReport:
+def verdict(
+    codes: dict[int, tuple[int | None, int]], mpi: bool = False, **told: LossReport
+) -> FailureReport:
     """Return the verdict on ranks with these (code, moment of the end), and what they told."""
     ranks = [Rank(n, "host", code=code, when=when) for n, (code, when) in codes.items()]
     kv_store = KvStore()
@@ -36,7 +38,7 @@ def verdict(codes: dict[int, tuple[int | None, int]], **told: LossReport) -> Fai
         name = loss_report_name(int(name.removeprefix("rank")))
         kv_store._do(Op.SET, [name.encode(), report.pack()])
     found = FailureReport(
-        RankTable(ranks, Printer(len(ranks)), lambda _: {}), kv_store, several=False
+        RankTable(ranks, Printer(len(ranks)), lambda _: {}), kv_store, several=False, mpi=mpi
     )
     assert found.reached()
     assert not found.reached()
@@ -237,6 +239,18 @@ def test_a_crash_is_so_only_where_there_is_little_of_it(monkeypatch: pytest.Monk
         monkeypatch.setattr(failure_report, "shared_memory", lambda size=size: size)
         found = verdict({0: (-signal.SIGSEGV, 1), 1: (None, 0)})
         assert ("--transport gloo" in found.reason()) == hint
+
+
+@pytest.mark.parametrize("mpi", [True, False])
+@pytest.mark.parametrize("writable", [True, False])
+def test_mpi_needs_shared_memory_that_can_be_written_to(
+    mpi: bool, writable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_report, "may_share", lambda: writable)
+    said = verdict({0: (143, 1), 1: (None, 0)}, mpi).reason()
+    assert said.startswith("rank 0 exited with code 143")
+    assert ("MPI needs /dev/shm, where this user may not write" in said) == (mpi and not writable)
+    assert "/dev/shm" not in verdict({0: (143, 1)}, mpi).reason()  # one rank needs none
 
 
 LOSING = """
