@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import csv
+import logging
+from contextlib import suppress
 from typing import Any
 
 from ringlet.ring.safe_files import create_text, refuse_others
+
+log = logging.getLogger("ringlet")
 
 COLUMNS = [
     "sample", "cycle_time_ms", "fusion_threshold", "streams", "cache", "hierarchical",
@@ -17,7 +21,8 @@ class Log:
     """A CSV of what was tried, at ``path`` unless that is empty.
 
     The line with sample 0 is what was settled on. Switches are 0 or 1. Raises OSError where
-    ``path`` is a link, or a file of another kind, such as a program.
+    ``path`` is a link, or a file of another kind, such as a program. Where a disk is full the file
+    ends, which is said, and nothing else does.
     """
 
     def __init__(self, path: str) -> None:
@@ -25,8 +30,8 @@ class Log:
             refuse_others(path, ",".join(COLUMNS).encode(), b"hierarchical_allreduce,")  # Horovod's
         self._file = create_text(path, newline="") if path else None
         self._writer = csv.DictWriter(self._file, COLUMNS) if self._file else None
-        if self._writer is not None:
-            self._writer.writeheader()
+        self._path = path
+        self._put(dict(zip(COLUMNS, COLUMNS, strict=True)))
 
     def write(self, sample: int, setting: dict[str, Any], score: float) -> None:
         """Append a line. ``setting`` has a value for every limit that can be tuned."""
@@ -34,9 +39,20 @@ class Log:
             row = {name: int(value) for name, value in setting.items() if name in COLUMNS}
             cycle = f"{setting['cycle_time'] * 1e3:.3f}"
             told = {"sample": sample, "cycle_time_ms": cycle, "score_bytes_per_s": f"{score:.0f}"}
-            self._writer.writerow(row | told)
+            self._put(row | told)
 
     def close(self) -> None:
         """Close the file."""
+        self._writer = None
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of what could not be written before
+                self._file.close()
+
+    def _put(self, row: dict[str, Any]) -> None:
+        if self._writer is None:
+            return
+        try:
+            self._writer.writerow(row)
+        except OSError as error:
+            log.warning("autotuning goes on without its log %s: %s", self._path, error.strerror)
+            self.close()

@@ -109,9 +109,16 @@ class Autotuner(Quiet):
                 self._learn(score)
         except Exception:
             log.warning("autotuning has failed and ends", exc_info=True)
+            self._go_back()
         finally:
             self._log.close()
             self._finished()
+
+    def _go_back(self) -> None:
+        """Leave the engine with the best that was tried, not with what is being tried."""
+        if self.tried:
+            best, _ = max(self.tried, key=lambda pair: pair[1])
+            self._apply({name: best[name] for name in self._tuned})
 
     def _learn(self, score: float) -> None:
         self.tried.append((self._setting, score))

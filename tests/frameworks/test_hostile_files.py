@@ -171,6 +171,16 @@ def test_what_autotuning_tries_is_not_written_over_a_program(tmp_path):
         assert path.read_text().startswith("sample,")
 
 
+def test_autotuning_goes_on_where_the_disk_of_its_log_is_full(caplog):
+    log = Log("/dev/full")
+    for sample in range(2):
+        log.write(sample, {"cycle_time": 0.001}, 1.0)
+    log.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "autotuning goes on without its log /dev/full: No space left on device"
+    ]
+
+
 def test_a_report_is_not_written_through_a_link(tmp_path, capsys):
     target = tmp_path / "target"
     target.write_text("precious")

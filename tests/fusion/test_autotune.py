@@ -2,6 +2,7 @@
 
 import csv
 import math
+import threading
 import time
 from itertools import product
 
@@ -16,6 +17,7 @@ from ringlet.fusion import Engine, Limits, Request, StepAbandoned
 from ringlet.fusion.autotune.choice import names
 from ringlet.fusion.autotune.search import BayesianSearch, RandomSearch
 from ringlet.fusion.autotune.space import BOUNDS, from_unit, to_unit
+from ringlet.fusion.autotune.tuner import Autotuner
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.transports.local import run_local
 
@@ -243,6 +245,29 @@ def test_it_ends_with_the_best_setting_everywhere_and_logs(tmp_path):
     assert {row["hierarchical"] for row in rows} == {"0"}  # there are no levels here
     assert rows[-1]["fusion_threshold"] == str(best["fusion_threshold"])
     assert float(rows[-1]["score_bytes_per_s"]) == pytest.approx(score, abs=1)
+
+
+def test_a_search_that_fails_leaves_the_best_that_was_tried(caplog):
+    over, applied = threading.Event(), []
+
+    class Failing:
+        asked = 0
+
+        def ask(self):
+            self.asked += 1
+            return {"cycle_time": 0.9}
+
+        def tell(self, place, score):
+            if self.asked == 2:
+                raise ValueError("no such place")
+
+    limits = Limits(autotune="cycle_time")
+    tuner = Autotuner(limits, applied.append, over.set, Failing())
+    for score in (5.0, 1.0, 2.0):
+        tuner._scored.put(score)
+    assert over.wait(60)
+    assert "autotuning has failed and ends" in caplog.text
+    assert applied == [from_unit({"cycle_time": 0.9})] * 2 + [{"cycle_time": limits.cycle_time}]
 
 
 def test_a_missing_package_is_named(monkeypatch):
