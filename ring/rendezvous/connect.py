@@ -254,8 +254,14 @@ def _address(place: str) -> str:
 
 def _private(directory: Path) -> None:
     """Make ``directory`` for this user alone; refuse one that anybody else could have made."""
-    directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:  # such as a TMPDIR that the node of the batch job does not have
+        raise LaunchError(
+            f"ranks cannot meet in {directory}, which cannot be made ({error.strerror}): set TMPDIR"
+            " to a folder that is here, or MASTER_ADDR and MASTER_PORT"
+        ) from error
     private = stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) & 0o077 == 0
     if not private or found.st_uid != os.getuid():
         raise LaunchError(

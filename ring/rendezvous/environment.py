@@ -172,7 +172,7 @@ def _same_host_file(env: Mapping[str, str]) -> str | None:
     if not job:
         return None
     name = hashlib.sha256(job.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    return f"file://{env.get('TMPDIR', '/tmp').rstrip('/')}/ringlet-{os.getuid()}/{name}"
+    return f"file://{(env.get('TMPDIR') or '/tmp').rstrip('/')}/ringlet-{os.getuid()}/{name}"
 
 
 def _master(env: Mapping[str, str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlet.ring.errors import LaunchError, TransportUnavailable
+from ringlet.ring.rendezvous.connect import _private
 from ringlet.ring.rendezvous.environment import (
     TRANSPORTS,
     Launched,
@@ -144,6 +146,23 @@ def test_ranks_of_open_mpi_on_one_host_meet_in_a_private_directory() -> None:
     assert place.startswith("file:///scratch/ringlet-")
     other = detect({**env, "PMIX_NAMESPACE": "prterun-h-13@1"}, []).rendezvous
     assert other != place
+    unset = detect({**env, "TMPDIR": ""}, []).rendezvous  # as if it were not there
+    assert unset is not None
+    assert unset.startswith("file:///tmp/ringlet-")
+
+
+def test_a_folder_to_meet_in_that_cannot_be_made_is_named_with_the_way_out(tmp_path: Path) -> None:
+    own = tmp_path / "ringlet-0"
+    _private(own)
+    _private(own)
+    (tmp_path / "file").touch()
+    for wrong, why in (
+        (tmp_path / "nowhere" / "ringlet-0", "No such file or directory"),
+        (tmp_path / "file" / "ringlet-0", "Not a directory"),
+        (tmp_path / "file", "File exists"),
+    ):
+        with pytest.raises(LaunchError, match=f"{wrong}, which cannot be made .{why}.: set TMPDIR"):
+            _private(wrong)
 
 
 def test_ranks_of_open_mpi_on_several_hosts_need_to_be_told_where_to_meet() -> None:
