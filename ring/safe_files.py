@@ -67,6 +67,18 @@ def refuse_others(path: str | os.PathLike[str], *beginnings: bytes) -> None:
         raise FileExistsError(errno.EEXIST, text, where)
 
 
+def refuse_devices(path: str | os.PathLike[str]) -> None:
+    """Raise FileExistsError where ``path`` is no file that another one may take the place of."""
+    where = os.fspath(path)
+    try:
+        kind = os.lstat(where).st_mode
+    except OSError:  # such as of one that is not there
+        return
+    if not (stat.S_ISREG(kind) or stat.S_ISLNK(kind) or stat.S_ISDIR(kind)):
+        text = "is a device, a pipe or a socket, and is not replaced; name a file"
+        raise FileExistsError(errno.EEXIST, text, where)
+
+
 def _planted(found: os.stat_result, folder: str) -> bool:
     """Whether a file is a stranger's in a ``folder`` where everybody may make, but none remove.
 
@@ -121,8 +133,10 @@ def create_text(path: str | os.PathLike[str], newline: str | None = None) -> Tex
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a new file that becomes ``path`` at the end; after an error nothing has changed.
 
-    Where ``path`` is a link, that is replaced and not what it leads to.
+    Where ``path`` is a link, that is replaced and not what it leads to. Raises FileExistsError
+    where it is a device or a pipe: whoever may would make a file of /dev/null, for all.
     """
+    refuse_devices(path)
     where = Path(path)
     beside = where.with_name(f"{where.name}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

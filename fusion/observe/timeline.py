@@ -27,7 +27,7 @@ from ringlet.fusion.observe.render import Clock, Instant, Renderer, Single, Stre
 from ringlet.fusion.observe.tracefile import TraceFile
 from ringlet.fusion.recording.events import BucketDone, Quiet, Span, StepDone
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.safe_files import create, refuse_others
+from ringlet.ring.safe_files import create, refuse_devices, refuse_others
 
 log = logging.getLogger("ringlet")
 
@@ -197,5 +197,6 @@ def usable(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(f"the timeline's directory {where.parent} does not exist")
     if not os.access(where.parent, os.W_OK):
         raise PermissionError(f"the timeline's directory {where.parent} cannot be written to")
+    refuse_devices(where)
     refuse_others(where, *BEGINNINGS)
     return where

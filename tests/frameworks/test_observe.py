@@ -157,6 +157,15 @@ def test_no_report_nor_merged_timeline_takes_the_place_of_a_program(tmp_path, ca
             assert main([str(word) for word in words]) == 0
 
 
+def test_a_timeline_takes_the_place_of_no_device_nor_pipe(monkeypatch, tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    monkeypatch.setenv("RINGLET_TIMELINE", str(path))
+    with pytest.raises(OSError, match="is not replaced; name a file"):
+        ranks(1, lambda rank: None)
+    assert path.is_fifo()
+
+
 def test_metrics_and_a_timeline_do_not_share_a_file(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "run.json"))

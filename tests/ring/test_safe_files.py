@@ -1,6 +1,7 @@
 """Files in folders where others may write: links are not written through, nor pipes waited for."""
 
 import os
+import socket
 import stat
 
 import pytest
@@ -143,3 +144,24 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert not path.is_symlink()
     assert target.read_text() == "precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "target"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_file_is_not_replaced(tmp_path, kind):
+    """Root, in a container, would make a file of /dev/null."""
+    path = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(path))
+    else:
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("needs root, to make devices")
+    before = path.lstat()
+    with pytest.raises(FileExistsError, match="is not replaced; name a file"), replacing(path):
+        pass
+    assert path.lstat() == before
+    assert list(tmp_path.iterdir()) == [path]
