@@ -1,6 +1,6 @@
 """Compress inside DistributedDataParallel: one more line.
 
-torchrun --nproc-per-node 2 examples/pytorch_ddp.py --compression "powersgd(rank=4)"
+torchrun --nproc-per-node 2 examples/pytorch_ddp.py --compression "powersgd(rank=4) | ef"
 """
 
 import argparse
@@ -17,7 +17,7 @@ import ringlet.torch as hvd
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--compression", default="powersgd(rank=4)", metavar="SPEC")
+    parser.add_argument("--compression", default="powersgd(rank=4) | ef", metavar="SPEC")
     parser.add_argument("--epochs", type=int, default=6)
     args = parser.parse_args()
     dist.init_process_group("gloo")
