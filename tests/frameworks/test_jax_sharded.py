@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,6 +170,21 @@ def training():
     assert half(jnp.ones((DEVICES, 2000), "bfloat16")).dtype == "bfloat16"
 
 
+def the_page():
+    """The block of docs/jax.md steps by the mean of all devices' gradients, as it stands there."""
+    text = (Path(__file__).parents[2] / "docs" / "jax.md").read_text()
+    block = text.split("`sharded_mean`\n")[1].split("```python\n")[1].split("```")[0]
+    w = jax.random.normal(jax.random.key(0), (64, 64))
+    x = jax.random.normal(jax.random.key(1), (8 * DEVICES, 64))
+    scope = globals() | {"w": w, "x": x, "loss": lambda w, x: jnp.square(x @ w).mean()}
+    exec(block.replace("(4,", f"({DEVICES},"), scope | {"P": PartitionSpec}, made := {})
+    expected = jax.grad(scope["loss"])(w, x)
+    error = (w - made["w"]) / 0.1 - expected
+    assert float(jnp.linalg.norm(error)) < 0.2 * float(jnp.linalg.norm(expected))
+    assert made["residual"].shape == (DEVICES, w.size)
+    assert float(jnp.abs(made["residual"]).max()) > 0
+
+
 def traced_once():
     """A codec's decoding is traced once, however many devices there are."""
 
@@ -203,7 +219,13 @@ CHECKS = {
     "means of rotated codes": lambda: means(*ROTATED),
     "low rank": low_rank,
     "payloads": payloads,
-    "sums, training and mistakes": lambda: (sums(), training(), traced_once(), mistakes()),
+    "sums, training and mistakes": lambda: (
+        sums(),
+        training(),
+        the_page(),
+        traced_once(),
+        mistakes(),
+    ),
 }
 
 
