@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
+    fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch_group import started
@@ -303,6 +304,31 @@ def case_frozen_and_unused_parameters():
     assert {name.partition("/")[0] for name in state.state_dict()["states"]} == {"used.0", "used.2"}
 
 
+def case_what_is_held_back_for_a_parameter_comes_where_it_has_no_gradient():
+    started()
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = (torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+
+        def forward(self, x, both):
+            return self.a(x).square().mean() + (self.b(x).square().mean() if both else 0.0)
+
+    own = wrapped(Two(), auto_wrap_policy=None)
+    hvd.compress_fsdp(own, "topk(ratio=0.5) | ef")
+    exact, sums = Two(), 0.0
+    exact(batches(1)[0], both=True).backward()
+    for both in (True, False):
+        own.zero_grad()
+        own(batches(1)[0], both).backward()
+        with FullyShardedDataParallel.summon_full_params(own, with_grads=True):
+            sums = sums + own.b.weight.grad.clone()
+    mean = hvd.allreduce(exact.b.weight.grad)
+    torch.testing.assert_close(sums, mean, rtol=1e-5, atol=1e-8)
+
+
 def case_what_cannot_be_compressed_is_refused():
     started()
     for spec in ("powersgd", "threshold(value=0.1)", "int8 | ef21", "signsgd"):
@@ -313,11 +339,22 @@ def case_what_cannot_be_compressed_is_refused():
     whole = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     with pytest.raises(ValueError, match=r"NO_SHARD.*DistributedDataParallel"):
         hvd.compress_fsdp(whole, "int8")
+    own, made = compressed("int8 | ef")
+    with pytest.raises(ValueError, match="NO_SHARD"):  # and the first call stands
+        hvd.compress_fsdp(torch.nn.ModuleList([own, whole]), "int4")
+    own(batches(1)[0]).square().mean().backward()
+    assert made.residual_norm() > 0
+    outer = FullyShardedDataParallel(torch.nn.Sequential(own), device_id=torch.device("cpu"))
+    with pytest.raises(AssertionError, match="Non-root FSDP instance"):  # torch's
+        outer(batches(1)[0])
     mesh = init_device_mesh("cpu", (2, hvd.size() // 2), mesh_dim_names=("replicas", "shards"))
     hybrid = wrapped(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     if hvd.size() > 2:  # else FSDP has a single rank to shard among
         with pytest.raises(ValueError, match=r"HYBRID_SHARD.*two dimensions"):
             hvd.compress_fsdp(hybrid, "int8")
+    both = torch.nn.Sequential(wrapped(), fully_shard(torch.nn.Linear(64, 64)))
+    with pytest.raises(ValueError, match="of FSDP1 and of FSDP2"):
+        hvd.compress_fsdp(both, "int8")
     taken = wrapped()
     hook = default_hooks.fp16_compress_hook
     taken.register_comm_hook(default_hooks.LowPrecisionState(dist.group.WORLD), hook)

@@ -26,6 +26,7 @@ from ringlet.torch.parallel.fsdp_transport import (
     Ways,
     check_model,
     described,
+    is_sharded,
     labelled,
     sharded_modules,
 )
@@ -123,6 +124,11 @@ def compress_fsdp(
     ways = Ways(told, module, [each for _, each in modules], gathers=gathers)
     if not flat:
         return FsdpState(_compress_sharded(compressor, gathering, modules, ways), ways)
+    if any(map(is_sharded, module.modules())):
+        raise InvalidArgument(
+            "there are modules of FSDP1 and of FSDP2 here, which compress_fsdp does not take "
+            "together; shard all of the model with fully_shard(model)"
+        )
     if gathers:
         raise InvalidArgument(
             "FSDP1 has no hook for the parameters that it gathers, so gather= needs FSDP2: shard "

@@ -91,7 +91,7 @@ def reduce_flat(
 
 
 def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the FSDP1 modules inside ``module`` by the names that its parameters have without."""
+    """Yield the FSDP1 modules inside ``module``, the outer ones first, by names without FSDP1's."""
     for name, each in module.named_modules():
         if isinstance(each, FullyShardedDataParallel):
             parts = (part for part in name.split(".") if part != "_fsdp_wrapped_module")
@@ -123,9 +123,10 @@ def compress_flat(
                 f"{getattr(each._comm_hook, '__name__', each._comm_hook)}; FSDP1 takes one, so "
                 "leave out register_comm_hook"
             )
-        each._comm_hook = each._comm_hook_state = None
     made = []
     for name, each in named:
+        each.check_is_root()  # what is wrapped around it afterwards is an error, not uncompressed
+        each._comm_hook = each._comm_hook_state = None
         if each._handle is None:  # it has no parameters of its own
             continue
         each._comm_hook = reduce_flat

@@ -48,16 +48,26 @@ def sharded_modules(module: torch.nn.Module, hook: str, caller: str) -> list[tup
 
     Raises InvalidArgument where there is none, or torch is too old to have that.
     """
-    kind: Any = getattr(importlib.import_module("torch.distributed.fsdp"), "FSDPModule", None)
-    if not hasattr(kind, hook):
+    if not hasattr(_kind(), hook):
         raise InvalidArgument(
             f"{caller} needs an FSDP2 with {hook}(), which torch {torch.__version__} lacks; "
             "install a newer torch"
         )
-    modules = [(n, m) for n, m in module.named_modules() if isinstance(m, kind)]
+    modules = [(n, m) for n, m in module.named_modules() if is_sharded(m)]
     if not modules:
-        raise InvalidArgument("there is no FSDP2 module here; call fully_shard(model) first")
+        raise InvalidArgument("there is no FSDP module here; call fully_shard(model) first")
     return modules
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether a module is FSDP2's."""
+    kind = _kind()
+    return kind is not None and isinstance(module, kind)
+
+
+def _kind() -> Any:
+    """Return the class of FSDP2's modules; None where torch is too old to have one."""
+    return getattr(importlib.import_module("torch.distributed.fsdp"), "FSDPModule", None)
 
 
 def labelled(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -155,9 +165,8 @@ class Ways:
         module = self._module()
         if self._looked or module is None:
             return None
-        kind = importlib.import_module("torch.distributed.fsdp").FSDPModule
         for name, each in module.named_modules():
-            if isinstance(each, kind) and each not in self._known:
+            if is_sharded(each) and each not in self._known:
                 return BackwardFailure(
                     Stage.PLAN,
                     InvalidArgument.__name__,
