@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from failing_compressors import Moody
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -21,7 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch_group import started
 
 import ringlet.torch as hvd
-from ringlet.compressors import Compressor, Context, Part, Traits, parse
+from ringlet.compressors import Context, parse
 from ringlet.fusion import CompressionFailed
 from ringlet.ring.errors import Mismatch
 
@@ -197,45 +198,16 @@ def case_a_schedule():
     assert min(sent[:2]) > 10 * max(sent[2:])
 
 
-class Failing(Compressor):
-    """Sends values as they are; raises where, and on which rank, its class is told."""
-
-    bad = ("", -1)
-
-    def come(self, where):
-        if self.bad == (where, dist.get_rank()):
-            raise KeyError(f"moody in {where}")
-
-    def traits(self):
-        return Traits(fixed_size=True, granularity=1)
-
-    def at(self, step):
-        self.come("at")
-        return self
-
-    def layout(self, n):
-        self.come("layout")
-        return (Part("values", "float32", n),)
-
-    def compress(self, x, ctx):
-        self.come("compress")
-        return {"values": x.copy()}
-
-    def decompress(self, payload, out, ctx):
-        self.come("decompress")
-        out[:] = payload["values"]
-
-
 def case_what_a_compressor_raises_on_one_rank_all_raise():
     started()
-    own, _ = compressed(Failing())
+    own, _ = compressed(Moody())
     optimizer, last = torch.optim.SGD(own.parameters(), lr=0.5), dist.get_world_size() - 1
     good = 0
     for method in ("layout", "compress", "decompress", "at"):
         for bad in ((method, last), ("", -1), (method, 0), ("", -1)):
             if method == "layout" and good:
                 continue  # it is asked once
-            Failing.bad = bad
+            Moody.bad = bad
             optimizer.zero_grad()
             told = None
             try:
@@ -249,8 +221,8 @@ def case_what_a_compressor_raises_on_one_rank_all_raise():
             if bad[0]:
                 assert f"rank {bad[1]}: " in told
                 assert f"moody in {method}" in told
-                assert re.search(r"\(test_torch_fsdp1.py, line \d+: ", told), told
-    Failing.bad = ("", -1)
+                assert re.search(r"\(failing_compressors.py, line \d+: ", told), told
+    Moody.bad = ("", -1)
     plain = wrapped()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for _ in range(good):

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from failing_compressors import Failing, Moody
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -600,39 +601,6 @@ def case_fsdp2_another_spec_on_one_rank():
     assert len(set(hvd.allgather_object(str(told.value)))) == 1
 
 
-class Failing(Compressor):
-    """Raises where, and on which rank, its class is told."""
-
-    bad = ("", -1)
-
-    def come(self, where):
-        if self.bad == (where, dist.get_rank()):
-            raise KeyError(f"moody in {where}")
-
-    def traits(self):
-        return Traits(fixed_size=True, granularity=1)
-
-
-class Moody(Failing):
-    """Sends values as they are; raises on one rank, or has another payload there."""
-
-    def at(self, step):
-        self.come("at")
-        return self
-
-    def layout(self, n):
-        self.come("layout")
-        return (Part("values", "float32", n),)
-
-    def compress(self, x, ctx):
-        self.come("compress")
-        return {"values": x.copy()}
-
-    def decompress(self, payload, out, ctx):
-        self.come("decompress")
-        out[:] = payload["values"]
-
-
 def two_levels():
     """Return a mesh of two replicas."""
     shape = (2, hvd.size() // 2)
@@ -664,7 +632,7 @@ def check_failures_reach_all_ranks(own, where):
             if bad[0]:
                 assert f"rank {bad[1]}: " in told, told
                 assert f"moody in {method}" in told
-                assert re.search(r"\(test_torch_parallel.py, line \d+: ", told), told
+                assert re.search(r"\(failing_compressors.py, line \d+: ", told), told
             else:
                 assert told is None
             whole = torch.cat([p.full_tensor().detach().flatten() for p in own.parameters()])
