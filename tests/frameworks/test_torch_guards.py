@@ -636,6 +636,33 @@ def test_parameters_that_are_added_or_unfrozen_leave_residuals_alone(spec):
     ranks(work)
 
 
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_zeros_on_what_is_frozen_are_no_gradient_that_was_left_out(op):
+    """``zero_grad(set_to_none=False)`` leaves them there, also when the optimizer is made anew."""
+
+    def work():
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), op=op)
+        steps(model, optimizer)
+        model[0].requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), op=op)
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)
+            backward(model)
+            optimizer.step()
+        still = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
+        assert still == [not p.requires_grad for p in model.parameters()]
+        assert hvd.replicas_equal(model.state_dict())
+        model[0].weight.grad += 1 + hvd.rank()  # which would move it otherwise on each
+        backward(model)
+        with pytest.raises(RuntimeError, match="was added or unfrozen"):
+            optimizer.step()
+
+    ranks(work)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16(init=256)"])
 def test_wrapping_again_keeps_masters(precision):
     """Their values and their momenta: training goes on bit for bit."""

@@ -12,6 +12,7 @@ import torch
 
 from ringlet.compressors import Compressor, Router
 from ringlet.ring.callers import outside
+from ringlet.torch.optimizer.frozen import is_still
 from ringlet.torch.tensors.views import check_whole
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
@@ -209,11 +210,12 @@ def refuse_strays(
 ) -> None:
     """Raise RuntimeError if a parameter has a gradient and is none of ``known``, those of ``kind``.
 
-    It would be another one on each rank from the next step on.
+    It would be another one on each rank from the next step on. Zeros that ``zero_grad`` has left on
+    a frozen parameter are the same on all.
     """
     for i, group in enumerate(param_groups):
         for j, p in enumerate(group["params"]):
-            if p.grad is not None and p not in known:
+            if p.grad is not None and p not in known and not is_still(p):
                 raise RuntimeError(
                     f"parameter {j} of group {i}, shape {list(p.shape)}, was added or unfrozen "
                     f"after {kind} was made, so its gradient is not reduced; {cure}"
