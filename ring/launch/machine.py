@@ -25,8 +25,15 @@ PACKAGES = {name: (name,) for name in ("ringlet", "numpy", "numba", "torch")} | 
     "jax": ("jax",),
     "mpi4py": ("mpi4py",),
     "cloudpickle": ("cloudpickle",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "tf_keras": ("tf_keras", "tf_keras-nightly"),
+    "optax": ("optax",),
+    "mxnet": ("mxnet",),
+    "ray": ("ray",),
+    "pyspark": ("pyspark",),
 }
 NEEDED = ("numpy", "numba")
+SELDOM = ("cupy", "tf_keras", "optax", "mxnet", "ray", "pyspark")  # told of where they are
 _MPI = "from mpi4py import MPI; print(MPI.Get_library_version().strip())"
 
 
@@ -58,6 +65,8 @@ def examine(env: Mapping[str, str]) -> list[Finding]:
     """Return what there is to say about this machine and about ``env``."""
     findings = []
     for name, version in versions().items():
+        if not version and name in SELDOM:
+            continue
         missing = not version and name in NEEDED
         findings.append(Finding(name, version or "not installed", not missing))
     if findings_mpi := _mpi_library():

@@ -104,6 +104,9 @@ def test_what_is_missing_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions()["numpy"]
     found = {finding.name: finding for finding in examine({})}
     assert all(finding.good for finding in found.values())
+    assert {name for name in machine.SELDOM if name in found} == {
+        name for name in machine.SELDOM if versions()[name]
+    }
     assert found["launcher"].text == "none: rank 0 of 1 over local"
     monkeypatch.setattr(start, "lacking", lambda: {"mpi": "no mpi4py", "gloo": "no torch"})
     monkeypatch.setattr(machine, "versions", lambda: {"numpy": ""})
