@@ -23,7 +23,7 @@ from standin.streams import Memory
 from standin.torch_groups import Group
 
 import ringlet.torch as hvd
-from ringlet.compressors import parse
+from ringlet.compressors import Router
 from ringlet.job import session
 from ringlet.ring.transports import torch_nccl
 from ringlet.ring.transports.local import LocalWorld, run_local, this_thread
@@ -32,6 +32,7 @@ from ringlet.torch.parallel import fsdp_transport
 from ringlet.torch.parallel.ddp import DdpState, reduce_bucket
 from ringlet.torch.parallel.fsdp import FsdpState
 from ringlet.torch.parallel.fsdp_gather import CompressedAllGather
+from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
 from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
 from ringlet.torch.parallel.fsdp_transport import Ways
 from ringlet.torch.tensors import placement
@@ -270,7 +271,13 @@ def test_memory_comes_from_torch_on_the_stream_that_uses_it(monkeypatch):
 
 def sharded(*sizes):
     """Return what FSDP2 tells of a module whose parameters' shards have these sizes."""
-    params = [SimpleNamespace(padded_sharded_param_size=torch.Size([n])) for n in sizes]
+    params = [
+        SimpleNamespace(
+            padded_sharded_param_size=torch.Size([n]),
+            _module_info=SimpleNamespace(module=None, param_name=f"p{i}"),
+        )
+        for i, n in enumerate(sizes)
+    ]
     state = SimpleNamespace(_fsdp_param_groups=[SimpleNamespace(fsdp_params=params)])
     return SimpleNamespace(_get_fsdp_state=lambda: state)
 
@@ -321,7 +328,9 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
             ways = Ways(spec, whole, ())
 
             def made(spec=spec, ways=ways):
-                scatter = CompressedReduceScatter(parse(spec), "m", sharded(*sizes), ways)
+                scatter = CompressedReduceScatter(
+                    FsdpRoutes(Router(spec), whole), "m", sharded(*sizes), ways
+                )
                 return scatter, FsdpState([scatter], ways)
 
             def steps(scatter, numbers, dtype=torch.float32, key=f"{way} {spec}"):
@@ -363,7 +372,7 @@ def test_all_gathers_of_fsdp2(on_both, monkeypatch):
         for spec in ("int8", "fp8", "bf16", "int4 | hadamard"):
             ways = Ways(spec, whole, (), gathers=True)
             module = sharded(*shards)
-            gather = CompressedAllGather(parse(spec), "m", module, ways)
+            gather = CompressedAllGather(FsdpRoutes(Router(spec), whole), "m", module, ways)
             for step, dtype in enumerate((torch.float32, torch.float32, torch.bfloat16)):
                 if spec == "bf16" and dtype == torch.bfloat16:
                     continue  # as many bytes: torch gathers them

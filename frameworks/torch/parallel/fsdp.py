@@ -16,16 +16,17 @@ import torch.distributed as dist
 
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.core.context import State
+from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.process_sets import InvalidArgument
-from ringlet.shared.compression import as_compressor
+from ringlet.shared.compression import as_router
 from ringlet.torch.ops.entry_points import public
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.fsdp_params import levels
 from ringlet.torch.parallel.fsdp_reduction import FsdpReduction, check_scatterable
+from ringlet.torch.parallel.fsdp_routes import FsdpRoutes, described
 from ringlet.torch.parallel.fsdp_transport import (
     Ways,
     check_model,
-    described,
     is_sharded,
     labelled,
     sharded_modules,
@@ -80,7 +81,11 @@ class FsdpState:
             return checkpoint.norm(self._states())
 
     def _compressors(self) -> dict[str, Compressor]:
-        return {f"{each.name}/{key}": each.compressor for each in self._made for key in each.states}
+        return {
+            f"{each.name}/{key}": each.compressor_of(key)
+            for each in self._made
+            for key in each.states
+        }
 
     def _states(self) -> dict[str, State]:
         return {f"{each.name}/{key}": s for each in self._made for key, s in each.states.items()}
@@ -88,12 +93,15 @@ class FsdpState:
 
 @public
 def compress_fsdp(
-    module: torch.nn.Module, compression: Any = None, gather: Any = None
+    module: torch.nn.Module,
+    compression: Spec | Routes | Any = None,
+    gather: Spec | Routes | Any = None,
 ) -> FsdpState:
     """Compress what every FSDP module inside ``module`` exchanges; return what remembers.
 
     ``compression`` of gradients, and ``gather`` of parameters, are specs or compressors of fixed
-    size; None sends them as torch does. Parameters are decoded by all ranks, their owner among
+    size, or mappings from name patterns to such, first match first: ``{"*norm*": "none", "*":
+    "int8"}``. None sends them as torch does. Parameters are decoded by all ranks, their owner among
     them, who updates its own shard as it is. FSDP1, ``FullyShardedDataParallel``, gathers them
     as they are.
 
@@ -109,9 +117,10 @@ def compress_fsdp(
     check_model(module, "compress_fsdp")
     from ringlet.torch.parallel.fsdp1 import compress_flat, flat_modules  # imports all of FSDP1
 
-    compressor, gathering = as_compressor(compression), as_compressor(gather)
-    gathers = not isinstance(gathering, NoCompression)
-    told = described(compressor) + (f", gather={described(gathering)}" if gathers else "")
+    router, gathering = as_router(compression), as_router(gather)
+    routes, gathered = FsdpRoutes(router, module), FsdpRoutes(gathering, module)
+    gathers = gathered.compresses
+    told = described(router) + (f", gather={described(gathering)}" if gathers else "")
     flat = list(flat_modules(module))
     modules = [] if flat else sharded_modules(module, "set_custom_reduce_scatter", "compress_fsdp")
     if compression is None and gather is None and dist.get_rank() == 0:
@@ -119,11 +128,11 @@ def compress_fsdp(
             "compress_fsdp compresses nothing: name a compressor of gradients, gather=... one of "
             "parameters, or both, such as compress_fsdp(model, 'int8', gather='int8')"
         )
-    if not isinstance(compressor, NoCompression):
-        check_scatterable(compressor)
+    for each in router.compressors:
+        check_scatterable(each)
     ways = Ways(told, module, [each for _, each in modules], gathers=gathers)
     if not flat:
-        return FsdpState(_compress_sharded(compressor, gathering, modules, ways), ways)
+        return FsdpState(_compress_sharded(routes, gathered, modules, ways), ways)
     if any(map(is_sharded, module.modules())):
         raise InvalidArgument(
             "there are modules of FSDP1 and of FSDP2 here, which compress_fsdp does not take "
@@ -134,11 +143,13 @@ def compress_fsdp(
             "FSDP1 has no hook for the parameters that it gathers, so gather= needs FSDP2: shard "
             "the model with fully_shard(model) in place of FullyShardedDataParallel(model)"
         )
-    return FsdpState(compress_flat(compressor, labelled(flat), ways), ways)
+    reductions = compress_flat(routes, labelled(flat), ways)
+    routes.warn()
+    return FsdpState(reductions, ways)
 
 
 def _compress_sharded(
-    compressor: Compressor, gathering: Compressor, modules: list[tuple[str, Any]], ways: Ways
+    routes: FsdpRoutes, gathered: FsdpRoutes, modules: list[tuple[str, Any]], ways: Ways
 ) -> list[FsdpReduction[Any]]:
     """Let FSDP2 modules compress; return the reductions of their gradients."""
     from ringlet.torch.parallel.fsdp_gather import (  # what older torch lacks
@@ -148,10 +159,10 @@ def _compress_sharded(
     )
     from ringlet.torch.parallel.fsdp_scatter import CheckedReduceScatter, CompressedReduceScatter
 
-    scatters = not isinstance(compressor, NoCompression)
     if ways.gathers:
-        check_gatherable(gathering)
-    for name, each in modules if scatters or ways.gathers else ():
+        for gathering in gathered.compressors:
+            check_gatherable(gathering)
+    for name, each in modules if routes.compresses or ways.gathers else ():
         if levels(each)[0] == 1 < levels(each)[1]:
             raise InvalidArgument(
                 f"{name or 'the module'} is replicated and not sharded, so that there is no "
@@ -163,15 +174,17 @@ def _compress_sharded(
         # What no rank can have compressed, such as a module of several meshes, is not checked.
         with nullcontext() if ways.gathers else suppress(ValueError):
             each.set_custom_all_gather(
-                CompressedAllGather(gathering, name, each, ways)
+                CompressedAllGather(gathered, name, each, ways)
                 if ways.gathers
                 else CheckedAllGather(each, ways)
             )
-        if scatters:
-            reduction = CompressedReduceScatter(compressor, name, each, ways)
+        if any(not isinstance(by, NoCompression) for by in routes.of_shards(each).values()):
+            reduction = CompressedReduceScatter(routes, name, each, ways)
             each.set_custom_reduce_scatter(reduction)
             made.append(reduction)
         else:
             with suppress(ValueError):
                 each.set_custom_reduce_scatter(CheckedReduceScatter(each, ways))
+    routes.warn()
+    gathered.warn()
     return made

@@ -15,6 +15,7 @@ from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.parallel import fsdp_pieces
 from ringlet.torch.parallel.fsdp_pieces import Piece
 from ringlet.torch.parallel.fsdp_reduction import FsdpReduction
+from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
 from ringlet.torch.parallel.fsdp_transport import Ways
 
 
@@ -24,9 +25,13 @@ class FlatReduction(FsdpReduction[None]):
     The part of each parameter that a rank gets is compressed on its own.
     """
 
-    def __init__(self, compressor: Compressor, name: str, module: Any, ways: Ways) -> None:
-        super().__init__(compressor, name, ways)
+    def __init__(self, routes: FsdpRoutes, name: str, module: Any, ways: Ways) -> None:
         self._group, flat = module.process_group, module._handle.flat_param
+        names, none = iter(flat._fqns), NoCompression()
+        self._by_part = [
+            none if padding else routes.of(module, next(names)) for padding in flat._is_padding_mask
+        ]
+        super().__init__([*self._by_part, none], name, ways)
         self._own = default_hooks.DefaultState(self._group)
         self._numels: tuple[int, ...] = flat._numels_with_padding
         self._size = self._group.size()
@@ -38,39 +43,51 @@ class FlatReduction(FsdpReduction[None]):
         any rank, is raised on all of them when backward ends.
         """
         way = self.ways.of(self._group)
-        if isinstance(self.compressor, NoCompression):
+        if all(isinstance(each, NoCompression) for each in self._by_part):
             default_hooks.reduce_scatter_hook(self._own, gradient, shard)
         else:
             self.reduce(shard, gradient, way, self._size, None)
 
-    def divided(self, compressor: Compressor, params: None, n: int, size: int) -> list[list[Piece]]:
+    def divided(
+        self, now: dict[Compressor, Compressor], params: None, n: int, size: int
+    ) -> list[list[Piece]]:
         """Return the pieces of the ``n`` elements that go to each of ``size`` ranks."""
-        return [
-            list(fsdp_pieces.divided(compressor, self._spans(rank, n), _key))
-            for rank in range(size)
-        ]
+        made = []
+        for rank in range(size):
+            spans, compressors = zip(*self._spans(rank, n), strict=True)
+            made.append(fsdp_pieces.divided(spans, [now[each] for each in compressors], _key))
+        return made
+
+    def compressor_of(self, key: str) -> Compressor:
+        """Return the compressor of what is remembered under ``key``."""
+        return self._known().get(key, (0, NoCompression()))[1]
 
     def expects(self, keys: Iterable[str]) -> dict[str, int | None]:
         """Return those of a checkpoint's ``keys`` under which something can be remembered here.
 
         With each is of how many elements.
         """
-        n = -(-sum(self._numels) // self._size)
-        known: dict[str, int | None] = {
-            f"{rank}.{_key(start, stop)}": stop - start
-            for rank in range(self._size)
-            for start, stop in self._spans(rank, n)
-        }
-        return {key: known[key] for key in keys if key in known}
+        known = self._known()
+        return {key: known[key][0] for key in keys if key in known}
 
-    def _spans(self, rank: int, n: int) -> list[tuple[int, int]]:
+    def _known(self) -> dict[str, tuple[int, Compressor]]:
+        """Return how many elements each rank gets of a parameter, and the compressor, by key."""
+        n = -(-sum(self._numels) // self._size)
+        return {
+            f"{rank}.{_key(start, stop)}": (stop - start, compressor)
+            for rank in range(self._size)
+            for (start, stop), compressor in self._spans(rank, n)
+        }
+
+    def _spans(self, rank: int, n: int) -> list[tuple[tuple[int, int], Compressor]]:
         """Return where each parameter lies in the ``n`` elements of ``rank``; padding is last."""
         spans, first, end = [], rank * n, 0
-        for numel in (*self._numels, self._size * n):
+        numels, compressors = (*self._numels, self._size * n), (*self._by_part, NoCompression())
+        for numel, compressor in zip(numels, compressors, strict=True):
             start, end = end, end + numel
             span = max(start - first, 0), min(end - first, n)
             if span[0] < span[1]:
-                spans.append(span)
+                spans.append((span, compressor))
         return spans
 
 
@@ -99,7 +116,7 @@ def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def compress_flat(
-    compressor: Compressor, modules: Iterable[tuple[str, Any]], ways: Ways
+    routes: FsdpRoutes, modules: Iterable[tuple[str, Any]], ways: Ways
 ) -> list[FlatReduction]:
     """Let FSDP1 ``modules`` of one model compress their gradients; return their reductions.
 
@@ -130,6 +147,6 @@ def compress_flat(
         if each._handle is None:  # it has no parameters of its own
             continue
         each._comm_hook = reduce_flat
-        each._comm_hook_state = FlatReduction(compressor, name, each, ways)
+        each._comm_hook_state = FlatReduction(routes, name, each, ways)
         made.append(each._comm_hook_state)
     return made

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,9 @@ from ringlet.ring.dtypes import Array
 from ringlet.torch.elastic.hook_memory import NO_BACKWARD
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.parallel.backward_outcome import compression_failed, told
-from ringlet.torch.parallel.fsdp_params import torchs_own
-from ringlet.torch.parallel.fsdp_pieces import Piece, divided
+from ringlet.torch.parallel.fsdp_params import placed, torchs_own
+from ringlet.torch.parallel.fsdp_pieces import LayoutFailed, Piece, divided
+from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
 from ringlet.torch.parallel.fsdp_transport import Ways
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import dtype_of
@@ -47,6 +49,8 @@ _TAKEN: dict[torch.dtype, Compressor] = {
 }
 _HEAD = padded(1)  # bytes before a rank's payloads, which tell whether it has any
 _MOST = 0.1  # of a parameter's squared norm that compression may lose
+
+_Shards = tuple[tuple[int, Compressor], ...]  # elements that a rank has of each parameter, by what
 
 
 def check_gatherable(compressor: Compressor) -> None:
@@ -123,10 +127,11 @@ class CompressedAllGather(CheckedAllGather):
     Random numbers are the same in all steps, so that forward and backward see the same parameters.
     """
 
-    def __init__(self, compressor: Compressor, name: str, module: FSDPModule, ways: Ways) -> None:
+    def __init__(self, routes: FsdpRoutes, name: str, module: FSDPModule, ways: Ways) -> None:
         super().__init__(module, ways)
-        self.compressor, self.name = compressor, name
-        self._pieces: dict[tuple[torch.dtype, tuple[int, ...]], list[Piece]] = {}
+        self.name, self._unknown = name, routes.unknown
+        self._by_param = {id(param): routes.of_param(param) for _, _, param in placed(module)}
+        self._pieces: dict[tuple[torch.dtype, _Shards], list[Piece]] = {}
         self._begun = False
 
     @untraced
@@ -142,9 +147,7 @@ class CompressedAllGather(CheckedAllGather):
         Raises Mismatch, on all ranks, where some compress otherwise, and CompressionFailed where a
         compressor raises on some rank.
         """
-        way, n = self._ways.of(group), input_tensor.numel()
-        sizes = sys._getframe(1).f_locals.get("inp_split_sizes")  # of the parameters' shards
-        shards = tuple(sizes) if isinstance(sizes, list) and sum(sizes) == n else (n,)
+        way, shards = self._ways.of(group), self._shards(sys._getframe(1), input_tensor.numel())
         pieces = self._pieces_of(way.comm, input_tensor.dtype, shards)
         if pieces is None:
             output_tensor.zero_()
@@ -167,30 +170,47 @@ class CompressedAllGather(CheckedAllGather):
             output_tensor.copy_(result)
         return None
 
+    def _shards(self, frame: FrameType, n: int) -> _Shards:
+        """Return how many of ``n`` elements each parameter has, and its compressor.
+
+        FSDP hands over one flat tensor. Whose it is its function knows, whose ``frame`` is given.
+        """
+        sizes, params = map(frame.f_locals.get, ("inp_split_sizes", "fsdp_params"))
+        if not isinstance(sizes, list) or sum(sizes) != n:
+            return ((n, self._unknown),)
+        if not isinstance(params, list) or len(params) != len(sizes):
+            params = [None] * len(sizes)
+        found = (self._by_param.get(id(each), self._unknown) for each in params)
+        return tuple(zip(sizes, found, strict=True))
+
     def _pieces_of(
-        self, comm: Communicator, dtype: torch.dtype, sizes: tuple[int, ...]
+        self, comm: Communicator, dtype: torch.dtype, shards: _Shards
     ) -> list[Piece] | None:
         """Return how a rank's shards are divided; nothing where they travel as they are.
 
         None where that fails on some rank, of which the end of a backward pass tells.
         """
-        pieces = self._pieces.get((dtype, sizes))
+        pieces = self._pieces.get((dtype, shards))
         if pieces is None:
             failure = None
             try:
-                pieces = self._divide(dtype, sizes)
-            except BaseException as error:
-                found = self._failed(self.compressor, self.compressor.layout, self.name, error)
+                pieces = self._divide(dtype, shards)
+            except LayoutFailed as failed:
+                by, error = failed.compressor, failed.__cause__ or failed
+                found = self._failed(by, by.layout, self.name, error)
                 failure = compression_failed(found)
             failure = self._ways.outcome.agreed(comm, failure, 0, "")
             if failure is not None:
                 self._raise(comm, CompressionFailed(failure.text))
                 return None
             assert pieces is not None
-            self._pieces[dtype, sizes] = pieces
+            self._pieces[dtype, shards] = pieces
         return pieces
 
-    def _divide(self, dtype: torch.dtype, sizes: Sequence[int]) -> list[Piece]:
+    def _divide(self, dtype: torch.dtype, shards: _Shards) -> list[Piece]:
+        sizes, compressors = zip(*shards, strict=True)
+        if all(isinstance(each, NoCompression) for each in compressors):
+            return []
         if dtype not in _TAKEN:
             if dist.get_rank() == 0:
                 log.warning(
@@ -204,7 +224,7 @@ class CompressedAllGather(CheckedAllGather):
         ends = np.cumsum([0, *sizes]).tolist()
         spans = list(pairwise(ends))
         exact = _TAKEN[dtype]
-        pieces = list(divided(self.compressor, spans, lambda first, end: f"{first}:{end}", exact))
+        pieces = divided(spans, compressors, lambda first, end: f"{first}:{end}", exact)
         smaller = pieces[-1].end + _HEAD < ends[-1] * dtype.itemsize
         return pieces if smaller else []
 

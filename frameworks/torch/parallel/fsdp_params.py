@@ -41,13 +41,16 @@ def reduced(module: Any, n: int, frame: FrameType) -> Reduced | None:
     return None
 
 
+def placed(module: Any) -> Iterator[tuple[str, int, Any]]:
+    """Yield the ``span_key`` of each parameter, how many elements a rank's shard has, and it."""
+    for number, group in enumerate(param_groups(module)):
+        for param, (start, stop), _ in _placed(group):
+            yield span_key(number, start, stop), stop - start, param
+
+
 def lengths(module: Any) -> dict[str, int]:
     """Return how many elements a rank's shard of each parameter has, by ``span_key``."""
-    return {
-        span_key(number, *span): span[1] - span[0]
-        for number, group in enumerate(param_groups(module))
-        for _, span, _ in _placed(group)
-    }
+    return {key: n for key, n, _ in placed(module)}
 
 
 def span_key(group: int, start: int, stop: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ringlet.compressors import Compressor, NoCompression, Payload
@@ -40,29 +40,44 @@ class Piece(NamedTuple):
         return views
 
 
+class LayoutFailed(Exception):
+    """A ``compressor`` could not say how its payloads lie, because of what is the cause."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        super().__init__(f"{compressor} has no layout")
+        self.compressor = compressor
+
+
 def divided(
-    compressor: Compressor,
     spans: Sequence[tuple[int, int]],
+    compressors: Sequence[Compressor],
     key: Callable[[int, int], str],
     exact: Compressor = _NONE,
-) -> Iterator[Piece]:
-    """Yield the pieces of shards that lie one behind the other, one for each parameter.
+) -> list[Piece]:
+    """Return the pieces of shards that lie one behind the other, one for each parameter.
 
     ``spans`` tell where shards begin and end among those of all parameters, of which some may be
-    left out, and ``key`` names what lies between two such places. Small ones travel as they are, by
-    ``exact``, and are one piece where they follow each other.
+    left out; ``compressors`` are those of each, and ``key`` names what lies between two such
+    places. Small ones travel as they are, by ``exact``, and are one piece where they follow each
+    other. Raises LayoutFailed for whatever a compressor raises.
     """
-    used = [effective(compressor, "float32", stop - start) for start, stop in spans]
-    start = stop = place = first = 0
-    for i, (begin, end) in enumerate(spans):
-        if start == stop:
-            first = begin
-        stop += end - begin
-        small = isinstance(used[i], NoCompression)
-        if small and i + 1 < len(spans) and isinstance(used[i + 1], NoCompression):
-            continue
-        by = exact if small else used[i]
-        layout = [(p.name, storage(p.dtype), p.elements) for p in by.layout(stop - start)]
-        piece = Piece(start, stop, key(first, end), by, place, layout)
-        yield piece
-        start, place = stop, piece.end
+    pieces: list[Piece] = []
+    asked, used = exact, list[Compressor]()
+    try:
+        for asked, (start, stop) in zip(compressors, spans, strict=True):
+            used.append(effective(asked, "float32", stop - start))
+        start = stop = place = first = 0
+        for i, (begin, end) in enumerate(spans):
+            if start == stop:
+                first = begin
+            stop += end - begin
+            small = isinstance(used[i], NoCompression)
+            if small and i + 1 < len(spans) and isinstance(used[i + 1], NoCompression):
+                continue
+            asked = exact if small else used[i]
+            layout = [(p.name, storage(p.dtype), p.elements) for p in asked.layout(stop - start)]
+            pieces.append(Piece(start, stop, key(first, end), asked, place, layout))
+            start, place = stop, pieces[-1].end
+    except BaseException as error:  # such as SystemExit, or a panic of Rust's
+        raise LayoutFailed(asked) from error
+    return pieces

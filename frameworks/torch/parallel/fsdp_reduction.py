@@ -18,7 +18,7 @@ from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, told
-from ringlet.torch.parallel.fsdp_pieces import Piece
+from ringlet.torch.parallel.fsdp_pieces import LayoutFailed, Piece
 from ringlet.torch.parallel.fsdp_transport import Way, Ways
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 
@@ -46,25 +46,35 @@ class FsdpReduction(ABC, Generic[Params]):
     FSDP hands over one flat tensor, with as many elements for every rank. What goes to a rank is
     compressed by who sends it, in pieces, each on its own; small ones travel as they are. Sums are
     formed in float32, in rank order. With error feedback a rank keeps a residual of the whole
-    unsharded gradient: 4 bytes an element of the module. Needs a compressor of fixed size whose
+    unsharded gradient: 4 bytes an element of the module. Needs ``compressors`` of fixed size whose
     payloads are decoded to be summed, in every step of a schedule.
     """
 
-    def __init__(self, compressor: Compressor, name: str, ways: Ways) -> None:
-        self.compressor, self.name = compressor, name
+    def __init__(self, compressors: Iterable[Compressor], name: str, ways: Ways) -> None:
+        self.name = name
+        distinct = {each: each for each in compressors}
         self.states: dict[str, State] = {}  # by destination and first element
         self.step = 0
         self.ways = ways
         self.loaded = False  # what is remembered, so that it lies in host memory
-        self.now: Compressor | None = compressor  # in this step; None where a rank has none
-        self.scheduled = overrides(compressor, "at")
-        self._pieces: dict[tuple[Compressor, Params, int], list[list[Piece]]] = {}
+        # What each is in this step; None where a rank has none.
+        self.now: dict[Compressor, Compressor] | None = distinct
+        self.scheduled = any(overrides(each, "at") for each in distinct)
+        self._declared = list(distinct)
+        self._pieces: dict[tuple[tuple[Compressor, ...], Params, int], list[list[Piece]]] = {}
 
     @abstractmethod
     def divided(
-        self, compressor: Compressor, params: Params, n: int, size: int
+        self, now: dict[Compressor, Compressor], params: Params, n: int, size: int
     ) -> list[list[Piece]]:
-        """Return the pieces of the ``n`` elements that go to each of ``size`` ranks."""
+        """Return the pieces of the ``n`` elements that go to each of ``size`` ranks.
+
+        ``now`` is what each compressor is in this step.
+        """
+
+    @abstractmethod
+    def compressor_of(self, key: str) -> Compressor:
+        """Return the compressor of what is remembered under ``key``."""
 
     @abstractmethod
     def expects(self, keys: Iterable[str]) -> dict[str, int | None]:
@@ -118,16 +128,22 @@ class FsdpReduction(ABC, Generic[Params]):
 
     def plan(self) -> BackwardFailure | None:
         """Take what a schedule has for the step at hand; return what it raised, if it did."""
-        self.now = None
-        try:
-            now = self.compressor.at(self.step)
-            check_scatterable(now)
-        except InvalidArgument as error:
-            return BackwardFailure(Stage.PLAN, InvalidArgument.__name__, str(error))
-        except BaseException as error:
-            return self._failure(Stage.PLAN, self.compressor, self.compressor.at, self.name, error)
+        self.now, now = None, dict[Compressor, Compressor]()
+        for each in self._declared:
+            try:
+                now[each] = each.at(self.step)
+                check_scatterable(now[each])
+            except InvalidArgument as error:
+                return BackwardFailure(Stage.PLAN, InvalidArgument.__name__, str(error))
+            except BaseException as error:
+                return self._failure(Stage.PLAN, each, each.at, self.name, error)
         self.now = now
         return None
+
+    def planned(self) -> str:
+        """Return what ranks have to have alike in the step at hand."""
+        now = ", ".join(map(str, (self.now or {}).values()))
+        return f"{self.name} {self.step} {now}\n"
 
     def _agree_on_schedules(self, way: Way) -> None:
         """Take this step's compressors, once a backward pass for all modules that go this way."""
@@ -141,7 +157,7 @@ class FsdpReduction(ABC, Generic[Params]):
             return
         way.planned = outcome.passes
         failures = [failure for failure in (each.plan() for each in modules) if failure]
-        plans = "".join(f"{each.name} {each.step} {each.now}\n" for each in modules)
+        plans = "".join(each.planned() for each in modules)
         found = outcome.agreed(way.comm, next(iter(failures), None), self.step, plans)
         if found is not None:
             outcome.note(found)
@@ -152,19 +168,21 @@ class FsdpReduction(ABC, Generic[Params]):
         """Return how what goes to each rank is divided; None where that fails on some rank."""
         now = self.now
         assert now is not None
-        pieces = self._pieces.get((now, params, n))
+        known = tuple(now.values()), params, n
+        pieces = self._pieces.get(known)
         if pieces is None:
             failure = None
             try:
                 pieces = self.divided(now, params, n, way.comm.size)
-            except BaseException as error:
-                failure = self._failure(Stage.PLAN, now, now.layout, self.name, error)
+            except LayoutFailed as failed:
+                by, error = failed.compressor, failed.__cause__ or failed
+                failure = self._failure(Stage.PLAN, by, by.layout, self.name, error)
             failure = self.ways.outcome.agreed(way.comm, failure, self.step, "")
             if failure is not None:
                 self.ways.outcome.note(failure)
                 return None
             assert pieces is not None
-            self._pieces[now, params, n] = pieces
+            self._pieces[known] = pieces
         return pieces
 
     def _reduce(

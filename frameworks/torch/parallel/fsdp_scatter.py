@@ -25,6 +25,7 @@ from ringlet.torch.parallel.fsdp_params import (
 )
 from ringlet.torch.parallel.fsdp_pieces import Piece
 from ringlet.torch.parallel.fsdp_reduction import FsdpReduction
+from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
 from ringlet.torch.parallel.fsdp_transport import Ways
 
 
@@ -37,6 +38,11 @@ def _divisor(op: Any, size: int) -> float:
     if op != dist.ReduceOp.SUM:
         raise InvalidArgument(f"compressed reduce-scatter sums or averages; FSDP asks for {op}")
     return 1.0
+
+
+def _inner(key: str) -> str:
+    """Return a shard's ``span_key`` as keys of what is remembered end: without the first group."""
+    return key.removeprefix("0.")
 
 
 class CheckedReduceScatter(ReduceScatter):
@@ -76,8 +82,11 @@ class CompressedReduceScatter(FsdpReduction["Reduced | None"], ReduceScatter):
     Quantisation buckets start anew with each of them.
     """
 
-    def __init__(self, compressor: Compressor, name: str, module: FSDPModule, ways: Ways) -> None:
-        super().__init__(compressor, name, ways)
+    def __init__(self, routes: FsdpRoutes, name: str, module: FSDPModule, ways: Ways) -> None:
+        found = routes.of_shards(module)
+        super().__init__([*found.values(), routes.unknown], name, ways)
+        self._by_key = {_inner(key): compressor for key, compressor in found.items()}
+        self._unknown = routes.unknown
         self.own = torchs_own(module, "_reduce_scatter_comm", DefaultReduceScatter())
         self._module = module
 
@@ -105,27 +114,29 @@ class CompressedReduceScatter(FsdpReduction["Reduced | None"], ReduceScatter):
         self.reduce(output_tensor, input_tensor, way, divisor, params, replicas)
 
     def divided(
-        self, compressor: Compressor, params: Reduced | None, n: int, size: int
+        self, now: dict[Compressor, Compressor], params: Reduced | None, n: int, size: int
     ) -> list[list[Piece]]:
         """Return the same pieces for each rank: one, where it is not known of which parameters."""
         if params is None:
-            pieces = fsdp_pieces.divided(compressor, [(0, n)], lambda first, end: f"?{n}")
-        else:
-            group = params.group
-            pieces = fsdp_pieces.divided(
-                compressor,
-                params.spans,
-                lambda first, end: span_key(group, first, end).removeprefix("0."),
-            )
-        return [list(pieces)] * size
+            only = [now[self._unknown]]
+            return [fsdp_pieces.divided([(0, n)], only, lambda first, end: f"?{n}")] * size
+        group = params.group
+
+        def key(first: int, end: int) -> str:
+            return _inner(span_key(group, first, end))
+
+        used = [now[self._by_key[key(*span)]] for span in params.spans]
+        return [fsdp_pieces.divided(params.spans, used, key)] * size
+
+    def compressor_of(self, key: str) -> Compressor:
+        """Return the compressor of what is remembered under ``key``."""
+        return self._by_key.get(key.partition(".")[2], self._unknown)
 
     def expects(self, keys: Iterable[str]) -> dict[str, int | None]:
         """Return those of a checkpoint's ``keys`` under which something can be remembered here.
 
         With each is of how many elements, where that is known.
         """
-        known: dict[str, int | None] = {
-            key.removeprefix("0."): n for key, n in lengths(self._module).items()
-        }
+        known: dict[str, int | None] = {_inner(key): n for key, n in lengths(self._module).items()}
         inner = {key: key.partition(".")[2] for key in keys}  # behind the destination
         return {k: known.get(i) for k, i in inner.items() if i in known or i.startswith("?")}

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringlet.compressors import Compressor
-from ringlet.compressors.specs.edition import edition
 from ringlet.fusion import CompressionFailed
 from ringlet.fusion.devices.host import Place
 from ringlet.job.elastic import refuse
@@ -75,12 +73,6 @@ def labelled(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     pairs = list(modules)
     whole = "(root)" if any(name == "root" for name, _ in pairs) else "root"
     return [(name or whole, each) for name, each in pairs]
-
-
-def described(compressor: Compressor) -> str:
-    """Return what ranks compare of a compressor: its spec, and which sources its plugins have."""
-    plugin = edition(compressor)
-    return f"{compressor} ({plugin})" if plugin else str(compressor)
 
 
 class Way:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.edition import edition
+from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.fusion import CompressionFailed, Engine, Request
 from ringlet.fusion.requests.handle import Handle
 from ringlet.job.process_sets import InvalidArgument
@@ -34,15 +35,15 @@ from ringlet.ring.control.opening import open_control
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
-from ringlet.shared.compression import as_compressor
+from ringlet.shared.compression import as_router
 from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
 from ringlet.torch.parallel.fsdp_params import Reduced, held, lengths, levels, reduced, span_key
+from ringlet.torch.parallel.fsdp_routes import FsdpRoutes, described
 from ringlet.torch.parallel.fsdp_transport import (
     Ways,
     check_model,
-    described,
     labelled,
     sharded_modules,
 )
@@ -61,11 +62,11 @@ class ReplicaAverage:
     """
 
     def __init__(
-        self, engine: Engine, compressor: Compressor, name: str, module: Any, ways: Ways
+        self, engine: Engine, routes: FsdpRoutes, name: str, module: Any, ways: Ways
     ) -> None:
-        self.name, self._ways = name, ways
+        self.name, self._ways, self._unknown = name, ways, routes.unknown
+        self._by_name = {f"{name}[{key}]": by for key, by in routes.of_shards(module).items()}
         self.places: dict[str, str] = {}  # of shards, by the names under which they travel
-        self.compressor = compressor
         self.count = 0  # averages, which replicas count alike
         self.loaded = ""  # behind so many of them, and one, a state was loaded last, and which
         self._engine, self._module = engine, weakref.ref(module)  # which holds this
@@ -108,6 +109,10 @@ class ReplicaAverage:
         )
         self._ways.outcome.note(failure, failed)
 
+    def compressor_of(self, name: str) -> Compressor:
+        """Return the compressor of what travels under ``name``."""
+        return self._by_name.get(name, self._unknown)
+
     def lengths(self) -> dict[str, int]:
         """Return how many elements the shards of the module's parameters have, by their names."""
         return {f"{self.name}[{key}]": n for key, n in lengths(self._module()).items()}
@@ -120,15 +125,16 @@ class ReplicaAverage:
         if params is not None:
             spans = [f"[{span_key(params.group, *span)}]" for span in params.spans]
             pieces = list(zip(spans, params.shapes, strict=True))
-        spec, items, start = str(self.compressor), [], 0
+        items, start = [], 0
         for span, shape in pieces:
             name, stop = self.name + span, start + math.prod(shape)
             self.places[name] = place
+            compressor = self.compressor_of(name)
             request = Request(
-                name, "allreduce", dtype, shape, ReduceOp.AVERAGE, spec, place=place,
-                loaded=self.loaded, edition=edition(self.compressor),
+                name, "allreduce", dtype, shape, ReduceOp.AVERAGE, str(compressor), place=place,
+                loaded=self.loaded, edition=edition(compressor),
             )  # fmt: skip
-            items.append((request, values[start:stop], None, self.compressor))
+            items.append((request, values[start:stop], None, compressor))
             start = stop
         return self._engine.submit_all(items)
 
@@ -191,7 +197,7 @@ class HsdpState:
             return checkpoint.norm(self._states())
 
     def _compressors(self) -> dict[str, Compressor]:
-        return {name: each.compressor for each in self._made for name in each.places}
+        return {name: each.compressor_of(name) for each in self._made for name in each.places}
 
     def _states(self) -> dict[str, State]:
         known = self._engine.states
@@ -220,15 +226,17 @@ class Departure:
 
 
 @public
-def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> HsdpState:
+def compress_hsdp(
+    module: torch.nn.Module, compression: Spec | Routes | Any, replicas: Any
+) -> HsdpState:
     """Average gradients over ``replicas``, compressed, after FSDP2's reduce-scatter. Collective.
 
     ``module`` is sharded by ``fully_shard`` over a mesh of one dimension, the ranks of one replica,
     and begins with the same parameters in all of them. ``replicas`` is the process group of the
     ranks that hold the same shard; payloads travel over connections of our own between them, from
     GPU to GPU where that group uses NCCL and CuPy is installed. Any compressor
-    serves. Its residuals are of shards: ``state_dict`` and ``load_state_dict`` of what is returned
-    carry them, for a job with as many ranks.
+    serves, or a mapping from name patterns to specs. Residuals are of shards: ``state_dict`` and
+    ``load_state_dict`` of what is returned carry them, for a job with as many ranks.
 
     Raises InvalidArgument where there is no FSDP2 module, or one that is replicated already or
     tensor parallel, and on all ranks of ``replicas`` where these hold different shards. What fails
@@ -236,7 +244,8 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     """
     check_model(module, "compress_hsdp")
     modules = sharded_modules(module, "set_all_reduce_hook", "compress_hsdp")
-    compressor = as_compressor(compression)
+    router = as_router(compression)
+    routes = FsdpRoutes(router, module)
     for name, each in modules:
         if levels(each)[1] > 1:
             raise InvalidArgument(
@@ -261,10 +270,11 @@ def compress_hsdp(module: torch.nn.Module, compression: Any, replicas: Any) -> H
     finalizer.atexit = False
     atexit.register(leave)
     known = [each for _, each in modules]
-    made, ways = [], Ways(described(compressor), module, known, "compress_hsdp")
+    made, ways = [], Ways(described(router), module, known, "compress_hsdp")
     for name, each in labelled(modules):
-        made.append(ReplicaAverage(engine, compressor, name, each, ways))
+        made.append(ReplicaAverage(engine, routes, name, each, ways))
         each.set_all_reduce_hook(made[-1])
+    routes.warn()
     return HsdpState(made, engine)
 
 
