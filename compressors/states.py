@@ -32,6 +32,8 @@ from ringlet.compressors.specs.parser import parse
 
 _OF_SUM = re.compile(re.escape(SECOND_STAGE) + "(0|[1-9][0-9]{0,17})")
 _OF_RESULT = "server"  # what EF21 remembers in units of the result, and not of the gradient
+_BFLOATS = ("residual_bf16", "residual_scales")  # the bits of bfloat16
+_FLOATS = ("residual", "left", "right", "rows", "u", "v", *_BFLOATS)
 _MANY = 1 << 20  # elements of a tensor that nobody has
 _LOCAL = 1 << 12  # more ranks than a host has, each with a shard of a tensor
 
@@ -93,8 +95,8 @@ def fit(
     In sentences without a subject. ``spec`` and ``numel``, the tensor's elements, are None where
     nobody knows them. Arrays are NumPy's.
     """
-    told = _without_broken(state) + _without_foreign_shards(state, numel)
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
+    told = _without_broken(state, before) + _without_foreign_shards(state, numel)
     if spec is not None and spec != str(compressor):
         if before is None:
             forgotten = _without(state, {"step"})
@@ -107,13 +109,49 @@ def fit(
     return told + _rows_left(state, before, compressor)
 
 
-def _without_broken(state: State) -> list[str]:
-    """Forget a residual that cannot be read; return what to say of it."""
-    wrong = broken(state)
-    if wrong is None:
-        return []
-    forget(state)
-    return [f"holds {wrong}; its residual is forgotten"]
+def _without_broken(state: State, compressor: Compressor | None) -> list[str]:
+    """Forget what cannot be read, or gone on with, of what ``compressor`` has remembered.
+
+    None where nobody knows it. Returns what to say of that.
+    """
+    told = []
+    if wrong := broken(state) or _strange_residual(state, compressor):
+        forget(state)
+        told.append(f"holds {wrong}; its residual is forgotten")
+    units = () if compressor is None else compressor.traits().gradient_units
+    told += [
+        f"holds {name!r} as {described(state.pop(name))}, which is forgotten"
+        for name in units
+        if isinstance(state.get(name), dict | str)
+    ]
+    # Every later step would be infinite, too.
+    floats = sorted({*units, *_FLOATS} & state.keys())
+    infinite = [name for name in floats if _infinite(state[name], name in _BFLOATS)]
+    if infinite:
+        _without(state, {"step"})
+        told.append(
+            f"holds values of {infinite} that are not finite; all but its step is forgotten"
+        )
+    for part in [value for value in state.values() if isinstance(value, dict)]:
+        told += _without_broken(part, compressor)
+    return told
+
+
+def _strange_residual(state: State, compressor: Compressor | None) -> str | None:
+    """Return what is wrong with a residual of error feedback; None if nothing is."""
+    found = state.get("residual")
+    if found is None or not _feeds_back(compressor):
+        return None
+    fits = getattr(found, "dtype", None) == np.float32 and found.ndim == 1
+    return None if fits else f"'residual' as {described(found)}, not float32"
+
+
+def _infinite(value: Any, bfloat: bool) -> bool:
+    """Whether there is an Inf or a NaN in an array, perhaps of bits of bfloat16, or a number."""
+    found = np.asarray(value)
+    if bfloat:
+        return bool(((found.view("uint16") & 0x7F80) == 0x7F80).any())
+    return found.dtype.kind in "fc" and not bool(np.isfinite(found).all())
 
 
 def _without_foreign_shards(state: State, numel: int | None) -> list[str]:
@@ -180,7 +218,8 @@ def merged(
     the result, be it a mean or a sum.
     """
     before = compressor if spec in (None, str(compressor)) else _parsed(str(spec))
-    told = [f"holds {wrong}; its residual is forgotten" for s in states if (wrong := broken(s))]
+    states = [_copied(state) for state in states]
+    told = [what for state in states for what in _without_broken(state, before)]
     among = len(states), average, postscale
     states = [_with_parts(plain(state), before, *among) for state in states]
     held = {key for state in states for key, value in state.items() if not bare({key: value})}
@@ -392,6 +431,11 @@ def bare(state: State) -> bool:
     return all(
         bare(value) if isinstance(value, dict) else key == "step" for key, value in state.items()
     )
+
+
+def _copied(state: State) -> State:
+    """Return a copy of the dicts in ``state``, not of its arrays."""
+    return {k: _copied(v) if isinstance(v, dict) else v for k, v in state.items()}
 
 
 def _without(state: State, kept: set[str]) -> list[str]:

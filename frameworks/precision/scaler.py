@@ -90,6 +90,8 @@ class DynamicScale(LossScale):
                 f"growth must be above 1, backoff between 0 and 1, interval at least 1; got "
                 f"{self.growth}, {self.backoff}, {self.interval}"
             )
+        if not 0 <= self.clean < math.inf:
+            raise ValueError(f"steps without overflow are counted from 0 on, not {self.clean}")
         if not (0 < self.least <= self.scale <= self.most < math.inf):
             raise ValueError(
                 f"the loss scale {self.scale} must be between {self.least} and {self.most}"

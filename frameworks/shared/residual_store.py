@@ -21,10 +21,10 @@ from ringlet.compressors.modifiers.residuals import energy
 from ringlet.compressors.states import bare, everyones, fit
 from ringlet.ring.callers import outside
 from ringlet.ring.dtypes import Array
+from ringlet.shared.state_record import VERSION, is_numpy, whole_record
 
 Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many elements it is
 
-VERSION = 1
 _SHOWN = 8  # tensors that a warning names
 _ARRAY = "ringlet.array"  # the key that stands for an array
 _ADVICE = "Save and restore compressor state on every rank"
@@ -68,7 +68,9 @@ def put(state: State, given: State) -> None:
             del state[key]
     for key, value in given.items():
         if isinstance(value, dict):
-            put(state.setdefault(key, {}), value)
+            held = state.get(key)
+            inner = state[key] = held if isinstance(held, dict) else {}
+            put(inner, value)
         else:
             state[key] = value
 
@@ -241,21 +243,19 @@ def loads(
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         head = json.loads(arrays.pop("head").tobytes())
-        version = head["version"]
-        if version == VERSION:
-            head["states"] = _whole(head, arrays)
+        states = {name: _filled(state, arrays) for name, state in head["states"].items()}
+        head = whole_record({**head, "states": states}, is_numpy, "their record")
     except Exception as error:
-        raise ValueError(f"these bytes hold no compressor state: {error!r}") from error
-    if version != VERSION:
-        raise ValueError(f"compressor state of version {version} needs another Ringlet")
-    states: dict[str, State] = head["states"]
+        told = str(error) if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"these bytes hold no compressor state: {told}") from error
+    states = head["states"]
     if not is_own(head, rank, size):
         if remembered(states):
             warn_of_loss(head, rank, size, _ADVICE)
         left = {name: everyones(state, router(name)) for name, state in states.items()}
         states = {name: state for name, state in left.items() if not bare(state)}
     tensors = {name: (router(name), None) for name in states}
-    strange = fit_all(states, head.get("specs", {}), tensors, size, average, predivide)
+    strange = fit_all(states, head["specs"], tensors, size, average, predivide)
     warn_of_misfits(strange)
     return states, int(head["step"])
 
@@ -264,18 +264,6 @@ def replace(states: dict[str, State], given: Mapping[str, State], step: int) -> 
     """Make ``states`` equal to ``given``; what is not in it starts anew at ``step``."""
     for name in states.keys() | given.keys():
         put(states.setdefault(name, {}), given.get(name, {"step": step}))
-
-
-def _whole(head: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, State]:
-    """Return the states of a record with their arrays; TypeError or KeyError where it is none."""
-    states = {name: _filled(state, arrays) for name, state in head["states"].items()}
-    counts = [head["rank"], head["size"], head["step"]]
-    counts += [state.get("step", 0) for state in states.values()]
-    if not all(type(count) is int for count in counts):
-        raise TypeError("ranks and steps are whole numbers")
-    if not all(type(spec) is str for spec in head.get("specs", {}).values()):
-        raise TypeError("specs are texts")
-    return states
 
 
 def _filled(value: Any, arrays: Mapping[str, Array]) -> Any:

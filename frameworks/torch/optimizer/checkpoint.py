@@ -32,13 +32,14 @@ from ringlet.shared.residual_store import (
     warn_of_loss,
     warn_of_misfits,
 )
+from ringlet.shared.state_record import DTYPES, is_numpy, whole_record
 from ringlet.torch.optimizer.naming import plain, wrapped_in
 
 __all__ = [
     "ADVICE",
     "STATE_KEY",
     "Tensor",
-    "check_steps",
+    "check_shards",
     "checksums",
     "every_rank",
     "factors",
@@ -146,11 +147,7 @@ def reshard(
     what else compressors remembered is forgotten. Warns of what does not fit ``tensors``. Raises
     ValueError unless every rank's part is there once, and all are of one step.
     """
-    sizes = {int(shard["size"]) for shard in shards}
-    ranks = sorted(int(shard["rank"]) for shard in shards)
-    if len(sizes) != 1 or ranks != list(range(sizes.pop() if sizes else 0)):
-        raise ValueError(f"load_sharded needs the state of every rank once; got ranks {ranks}")
-    check_steps(shards)
+    check_shards(shards)
     in_order = sorted(shards, key=lambda shard: int(shard["rank"]))
     if len(shards) == size:
         return restore(states, in_order[rank], rank, size, tensors, average, among, predivide)
@@ -217,14 +214,72 @@ def factors(state: State, compressor: Compressor) -> str:
 
 
 def hooks_record(state: Any) -> Mapping[str, Any]:
-    """Return ``state``. Raises ValueError unless it is what the state of a hook has ``saved``."""
+    """Return ``state`` in plain dicts. Raises ValueError unless the state of a hook gave it."""
     kept = state.get("states") if isinstance(state, Mapping) else None
     if not isinstance(kept, Mapping) or "step" not in state:
         raise ValueError(
             "no 'states': this is not what state_dict() of the hook's state gave, but perhaps that "
             "of a model or an optimizer"
         )
-    return state  # type: ignore[no-any-return]
+    return checked(state, "the state")
+
+
+def checked(record: Any, where: str) -> dict[str, Any]:
+    """Return a copy of ``record`` in plain dicts. Raises ValueError unless ``saved`` has made it.
+
+    ``where`` names it in errors.
+    """
+    return whole_record(record, _is_array, where)
+
+
+def record_in(state_dict: Any) -> dict[str, Any] | None:
+    """Return a copy of the record in an optimizer's ``state_dict``; None where there is none.
+
+    Raises ValueError for one that is damaged, and where ``state_dict`` is something else.
+    """
+    check_optimizers(state_dict)
+    kept = state_dict.get(STATE_KEY)
+    return None if kept is None else checked(kept, f"state_dict[{STATE_KEY!r}]")
+
+
+def check_optimizers(state_dict: Any) -> None:
+    """Raise ValueError unless ``state_dict`` looks like what an optimizer gives."""
+    known = isinstance(state_dict, Mapping)
+    missing = [key for key in ("param_groups", "state") if not known or key not in state_dict]
+    if missing:
+        kind = "" if known else f" but a {type(state_dict).__name__}"
+        raise ValueError(
+            f"no {missing[0]!r}: this is not what an optimizer's state_dict() gave{kind}"
+        )
+
+
+def check_tensors(state: Any, parameters: Sequence[torch.Tensor], place: str) -> None:
+    """Raise ValueError unless a saved ``state``, at ``place``, is of ``parameters``' shapes.
+
+    For optimizers that remember nothing else, but for the ``step``.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(e, Mapping) for e in state.values()):
+        raise ValueError(f"{place}['state'] is no dict of dicts: load another checkpoint")
+    for key, held in state.items():
+        if type(key) is not int or not 0 <= key < len(parameters):
+            raise ValueError(f"{place}['state'][{key!r}] is of no parameter of this optimizer")
+        wanted = list(parameters[key].shape)
+        for name, value in held.items():
+            if name == "step" or value is None:
+                continue
+            shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            if shape != wanted or value.is_meta or value.layout is not torch.strided:
+                raise ValueError(
+                    f"{place}['state'][{key}][{name!r}] is {shape}, and the parameter of shape "
+                    f"{wanted}: load a checkpoint of this model"
+                )
+
+
+def _is_array(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return is_numpy(value)
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta
+    return plain and value.layout is torch.strided and str(value.dtype)[len("torch.") :] in DTYPES
 
 
 def every_rank(state_dicts: Any) -> Sequence[Mapping[str, Any]]:
@@ -239,11 +294,16 @@ def every_rank(state_dicts: Any) -> Sequence[Mapping[str, Any]]:
     return state_dicts  # type: ignore[no-any-return]
 
 
-def check_steps(shards: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError where ranks have saved at different steps, with which replicas would part.
+def check_shards(shards: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless every rank's part is there once, and all are of one step.
 
-    A job that is killed while it saves leaves files of the last checkpoint beside some of this one.
+    A job that is killed while it saves leaves files of the last checkpoint beside some of this one,
+    with which replicas would part.
     """
+    sizes = {int(shard["size"]) for shard in shards}
+    listed_in = sorted(int(shard["rank"]) for shard in shards)
+    if len(sizes) != 1 or listed_in != list(range(sizes.pop() if sizes else 0)):
+        raise ValueError(f"load_sharded needs the state of every rank once; got ranks {listed_in}")
     ranks: dict[int, list[str]] = {}
     for shard in sorted(shards, key=lambda shard: int(shard["rank"])):
         if shard["states"]:  # else the rank has had no part in these steps
@@ -262,12 +322,18 @@ def shards_of(
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
     """Return the state for ``rank`` without residuals, and all residuals, of what a job saved.
 
-    Raises ValueError where ranks have saved at different steps.
+    Raises ValueError where ranks have saved at different steps, and for what is damaged.
     """
     state_dicts = every_rank(state_dicts)
     own = state_dicts[min(rank, len(state_dicts) - 1)]
-    shards = [state[STATE_KEY] for state in state_dicts if STATE_KEY in state]
-    check_steps(shards)  # before anything is loaded
+    shards: list[Mapping[str, Any]] = [
+        checked(state[STATE_KEY], f"state_dicts[{i}][{STATE_KEY!r}]")
+        for i, state in enumerate(state_dicts)
+        if state.get(STATE_KEY) is not None
+    ]
+    record_in(own)
+    if shards:
+        check_shards(shards)  # before anything is loaded
     return {key: value for key, value in own.items() if key != STATE_KEY}, shards
 
 
@@ -284,4 +350,5 @@ def _tensor(value: Any) -> Any:
 
 
 def _array(value: Any) -> Any:
-    return value.numpy().copy() if isinstance(value, torch.Tensor) else value
+    # torch.load may have put it on a GPU, and what it was saved from may need a gradient.
+    return value.numpy(force=True).copy() if isinstance(value, torch.Tensor) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -25,7 +25,7 @@ from ringlet.shared.residual_store import remembered
 from ringlet.shared.wrapping import Original, last_made, note_made, refuse_wrapped, wrapped
 from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
-from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
+from ringlet.torch.optimizer.checkpoint import STATE_KEY, record_in, shards_of
 from ringlet.torch.optimizer.lost_memory import mark, take_mark, warn_of_loaded_too_early
 from ringlet.torch.optimizer.naming import (
     Named,
@@ -299,8 +299,8 @@ class _Distributed:
         RuntimeError between ``backward`` and ``step``.
         """
         self._ringlet.refuse_mid_step("load_state_dict")
-        given = dict(state_dict)
-        kept: Mapping[str, Any] | None = given.pop(STATE_KEY, None)
+        kept = record_in(state_dict)  # before anything is loaded
+        given = {key: value for key, value in state_dict.items() if key != STATE_KEY}
         before = scale_in(given)
         self._load_inner(given)
         self._ringlet.load(kept)
@@ -344,8 +344,6 @@ class _Distributed:
         raise TypeError(NO_COPY)
 
     def _load_inner(self, state_dict: dict[str, Any]) -> None:
-        if "param_groups" not in state_dict:
-            raise ValueError("no 'param_groups': this is not what an optimizer's state_dict() gave")
         inner: Any = super()
         masters, before = state_dict.pop(PRECISION_KEY, None), self._scale_now()
         if self._ringlet_masters is not None and masters is not None:

@@ -10,6 +10,7 @@ Micikevicius et al., "Mixed precision training", ICLR 2018.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from ringlet.shared.memory import Memory
 from ringlet.torch.precision.visible_gradients import Shown
 
 PRECISION_KEY = "ringlet_precision"  # masters and loss scale in an optimizer's state_dict
+_CURE = "the checkpoint is damaged, or of something else; load another one"
 
 
 class Reductions(Protocol):
@@ -211,15 +213,37 @@ class Masters:
         masters = {name: master.detach() for name, (_, master) in self.pairs.items()}
         return {"masters": masters, "scale": self.scale.state_dict(), "skipped": self.skipped}
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the masters in a ``state``, if any, are those there are here."""
-        saved = state["masters"]
+    def check(self, state: Any) -> None:
+        """Raise ValueError unless ``state`` is what ``state_dict`` gave, of the masters here.
+
+        A policy without masters saves none.
+        """
+        place = f"state_dict[{PRECISION_KEY!r}]"
+        _loss_scale(state)
+        saved, skipped = state.get("masters"), state.get("skipped")
+        if type(skipped) is not int or skipped < 0:
+            raise ValueError(f"{place}['skipped'] is no number of steps: {_CURE}")
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"{place}['masters'] is a {type(saved).__name__}, not a dict: {_CURE}")
         if saved and saved.keys() != self.pairs.keys():
-            odd = sorted(saved.keys() ^ self.pairs.keys())
+            odd = sorted(map(str, saved.keys() ^ self.pairs.keys()))
             reason = "" if self.pairs else "; this policy has none, load with the one that saved"
             raise ValueError(
                 f"the checkpoint's master weights are of other parameters: {odd[:3]}{reason}"
             )
+        for name, master in saved.items():
+            wanted = self.pairs[name][1].shape
+            if not (isinstance(master, torch.Tensor) and master.dtype is torch.float32):
+                raise ValueError(f"{place}['masters'][{name!r}] is no float32 tensor: {_CURE}")
+            if master.shape != wanted or master.is_meta or master.layout is not torch.strided:
+                raise ValueError(
+                    f"{place}['masters'][{name!r}] is of shape {list(master.shape)}, the parameter "
+                    f"of {list(wanted)}: {_CURE}"
+                )
+        try:
+            self.scale.loaded(state["scale"])
+        except Exception as error:  # a file may hold anything
+            raise ValueError(f"{place}['scale'] is no loss scale ({error}): {_CURE}") from None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Overwrite masters, model and scale with a ``state`` that fits: see ``check``.
@@ -256,8 +280,20 @@ def _widened(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def scale_in(state: Mapping[str, Any]) -> float:
-    """Return the loss scale in an optimizer's ``state_dict``; 1 if there is none."""
-    return float(state[PRECISION_KEY]["scale"]["scale"]) if PRECISION_KEY in state else 1.0
+    """Return the loss scale in an optimizer's ``state_dict``; 1 if there is none.
+
+    Raises ValueError where what is there is no loss scale.
+    """
+    return _loss_scale(state[PRECISION_KEY]) if PRECISION_KEY in state else 1.0
+
+
+def _loss_scale(state: Any) -> float:
+    """Return the loss scale in what ``Masters.state_dict`` gave; ValueError for anything else."""
+    scale = state.get("scale") if isinstance(state, Mapping) else None
+    found = scale.get("scale") if isinstance(scale, Mapping) else None
+    if not isinstance(found, int | float) or not 0 < found <= sys.float_info.max:
+        raise ValueError(f"state_dict[{PRECISION_KEY!r}] holds no loss scale: {_CURE}")
+    return float(found)
 
 
 def _unscale(grads: list[torch.Tensor], factor: float) -> bool:

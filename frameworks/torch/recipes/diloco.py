@@ -16,7 +16,13 @@ from ringlet.job.session import current
 from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.torch.ops.entry_points import untraced
-from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
+from ringlet.torch.optimizer.checkpoint import (
+    STATE_KEY,
+    check_optimizers,
+    check_tensors,
+    record_in,
+    shards_of,
+)
 from ringlet.torch.optimizer.naming import (
     Named,
     name_parameters,
@@ -157,8 +163,9 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with what this rank saved, as DistributedOptimizer does."""
+        kept = record_in(state_dict)  # before anything is loaded
         self._load_inner(state_dict)
-        self._ringlet.load(state_dict.get(STATE_KEY))
+        self._ringlet.load(kept)
 
     def progress(self) -> dict[str, Any]:
         """Return a copy of what this rank did alone, and of what ranks had agreed on before."""
@@ -200,14 +207,37 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         """Load all but residuals."""
         given = {key: value for key, value in state_dict.items() if key != STATE_KEY}
         own = given.pop(_KEY, None)
-        if own is None or own["agreed"].keys() != self._agreed.keys():
-            raise ValueError("this state was not saved by a DiLoCo with the same parameters")
+        self._check(own)
+        before = self.inner.state_dict()
         self.inner.load_state_dict(given)
-        self.outer._load_inner(dict(own["outer"]))
+        try:
+            self.outer._load_inner(dict(own["outer"]))
+        except Exception:
+            self.inner.load_state_dict(before)
+            raise
         self.steps, self._moving = int(own["steps"]), set(self._parameters)
         with torch.no_grad():
             for name, p in self._agreed.items():
                 p.copy_(own["agreed"][name])
+
+    def _check(self, own: Any) -> None:
+        """Raise ValueError unless ``own`` is what this saves beside the inner optimizer's state."""
+        agreed = own.get("agreed") if isinstance(own, Mapping) else None
+        if not isinstance(agreed, Mapping) or agreed.keys() != self._agreed.keys():
+            raise ValueError("this state was not saved by a DiLoCo with the same parameters")
+        for name, p in self._agreed.items():
+            saved = agreed[name]
+            if not isinstance(saved, torch.Tensor) or saved.shape != p.shape or saved.is_meta:
+                kind = list(getattr(saved, "shape", ())) or type(saved).__name__
+                raise ValueError(
+                    f"state_dict[{_KEY!r}]['agreed'][{name!r}] is {kind}, and the parameter of "
+                    f"shape {list(p.shape)}: load a checkpoint of this model"
+                )
+        if type(own.get("steps")) is not int or own["steps"] < 0:
+            raise ValueError(f"state_dict[{_KEY!r}]['steps'] is no number of steps: load another")
+        outer = own.get("outer")
+        check_optimizers(outer)
+        check_tensors(outer["state"], list(self._agreed.values()), f"state_dict[{_KEY!r}]['outer']")
 
     def _agree(self) -> None:
         with torch.no_grad():

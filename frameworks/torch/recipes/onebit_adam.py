@@ -18,7 +18,13 @@ from ringlet.shared.compression import as_router
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.torch.ops.entry_points import untraced
-from ringlet.torch.optimizer.checkpoint import STATE_KEY, shards_of
+from ringlet.torch.optimizer.checkpoint import (
+    STATE_KEY,
+    check_optimizers,
+    check_tensors,
+    record_in,
+    shards_of,
+)
 from ringlet.torch.optimizer.naming import Named, named_pairs, refuse_strays
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
@@ -131,9 +137,10 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts without residuals, if it did not."""
+        kept = record_in(state_dict)  # before anything is loaded
         self._load_inner(state_dict)
         self._reducer.memory.change(as_router(self._chosen()))
-        self._reducer.load(state_dict.get(STATE_KEY))
+        self._reducer.load(kept)
 
     def load_sharded(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""
@@ -152,14 +159,18 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
 
     def _load_inner(self, state_dict: Mapping[str, Any]) -> None:
         """Load all but residuals. Raises ValueError, and loads nothing, without Adam's steps."""
-        moments = state_dict["state"].values()
-        if not all("step" in state for state in moments):
+        check_optimizers(state_dict)
+        moments = state_dict["state"]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        check_tensors(moments, parameters, "state_dict")
+        if not all("step" in state for state in moments.values()):
             raise ValueError(
                 "this checkpoint of OneBitAdam does not say after how many steps it was saved (it "
                 "is of an older release): set state['step'] of every parameter in it, and load it"
             )
+        steps = [_steps(key, state["step"]) for key, state in moments.items()]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
-        self.steps = max((int(state["step"]) for state in self.state.values()), default=0)
+        self.steps = max(steps, default=0)
         self._loaded = True
 
     @torch.no_grad()
@@ -253,3 +264,16 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             p.mul_(1 - group["lr"] * group["weight_decay"])
         divisor = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
         p.addcdiv_(state["exp_avg"], divisor, value=-group["lr"] / first)
+
+
+def _steps(key: object, saved: Any) -> int:
+    """Return the number of steps that is ``saved`` of a parameter; ValueError for anything else."""
+    try:
+        steps = int(saved)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        steps = -1
+    if not 0 <= steps < 1 << 62:
+        raise ValueError(
+            f"state_dict['state'][{key!r}]['step'] is no number of steps: load another checkpoint"
+        )
+    return steps
