@@ -198,11 +198,16 @@ def serve(where: str | int, rank: int, machine_rank: int) -> Prometheus:
         raise ValueError(
             f"prometheus={where!r}: there is no port {number} for local rank {machine_rank}"
         )
-    sink = Prometheus(rank)
+    sink, host = Prometheus(rank), host or "127.0.0.1"
     try:
-        sink.listen(host or "127.0.0.1", number)
-    except OSError as error:
-        raise OSError(f"metrics cannot be served on port {number}: {error}") from error
+        sink.listen(host, number)
+    except (OSError, UnicodeError) as error:  # which a name with an empty part is to the resolver
+        unknown = isinstance(error, socket.gaierror | UnicodeError)
+        raise OSError(
+            f"metrics cannot be served on port {number} of {host}: "
+            f"{getattr(error, 'strerror', None) or error}; let RINGLET_PROMETHEUS, or prometheus=, "
+            f"name {'an address of this host' if unknown else 'another port'}"
+        ) from error
     return sink
 
 

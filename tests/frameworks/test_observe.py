@@ -203,6 +203,10 @@ def test_prometheus_serves_what_was_counted():
         taken.listen()
         with pytest.raises(OSError, match="cannot be served on port"):
             serve(taken.getsockname()[1], 0, 0)
+    for host in ("nosuchhost.invalid", "nosuch..host"):
+        told = f"on port 9003 of {host}: .*RINGLET_PROMETHEUS.*an address of this host"
+        with pytest.raises(OSError, match=told):
+            serve(f"{host}:9000", 3, 3)
 
     def body(rank):
         recording = start_metrics(prometheus="127.0.0.1:0", sample_every=1)
