@@ -5,6 +5,7 @@ The call comes from the job's store, and the result goes there.
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import pickle
@@ -68,7 +69,9 @@ def _packed(returned: Any) -> bytes:
 if __name__ == "__main__":
     key = parcel_key(bytes.fromhex(os.environ[STORE_KEY]))
     who = os.environ.get(MEMBER, os.environ["RINGLET_RANK"])  # ranks of members change
-    code = main(client(), key, int(who))
+    store = client()
+    atexit.register(store.close)  # after all that the function may have registered
+    code = main(store, key, int(who))
     if code:
         flush_standard_streams()
         os._exit(code)  # MPI_Finalize would wait for ranks that wait for this one

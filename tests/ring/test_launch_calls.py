@@ -51,6 +51,14 @@ def test_run_returns_results_by_rank(transport: str, capfd: pytest.CaptureFixtur
     ]
 
 
+def test_run_leaves_no_connection_for_the_interpreter_to_warn_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    assert run(os.getpid, np=1)
+    assert "ResourceWarning" not in capfd.readouterr().err
+
+
 def test_run_raises_what_a_rank_raised() -> None:
     def fail() -> None:
         if os.environ["RINGLET_RANK"] == "1":
