@@ -798,6 +798,30 @@ def case_nothing_is_loaded_between_backward_and_step():
     assert hvd.replicas_equal(own.state_dict())
 
 
+def case_a_state_of_half_a_step_is_told_of():
+    own = model()
+    optimizer = wrapped(own)
+    train(own, optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()
+    backward_of(own)
+    with pytest.warns(UserWarning, match=r"state_dict\(\) between backward\(\) and step\(\)"):
+        optimizer.state_dict()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match=r"state_dict\(\) between backward\(\) and step\(\)"):
+        optimizer.state_dict()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()
+        plain = wrapped(own, "none")  # of which nothing is lost
+        backward_of(own)
+        plain.state_dict()
+        plain.step()
+
+
 def case_an_optimizer_of_parameters_that_the_model_has_no_more_is_warned_of_once():
     own = model()
     optimizer = wrapped(own)

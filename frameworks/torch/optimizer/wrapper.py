@@ -19,6 +19,7 @@ from ringlet.job.session import current
 from ringlet.precision import Policy
 from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.shared.residual_store import remembered
@@ -120,6 +121,11 @@ class _Distributed:
             return False
         taken = self._ringlet_implied or self._ringlet_synchronized
         return not taken or self._ringlet.in_flight or self._ringlet.renewed
+
+    @property
+    def _ringlet_half_taken(self) -> bool:
+        """Whether compressors have sent something of a step that is not taken yet."""
+        return self._ringlet.in_flight or self._ringlet_implied or self._ringlet_synchronized
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch hands over what it loaded, and writes to __dict__, where a property hides it.
@@ -277,7 +283,11 @@ class _Distributed:
         self._ringlet.abandon(why)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and this rank's residuals under one more key."""
+        """Return the wrapped optimizer's state, and this rank's residuals under one more key.
+
+        Warns between ``backward`` and ``step``, where compressors remember what they have sent of a
+        step that is not in the parameters yet.
+        """
         inner: Any = super()
         state: dict[str, Any] = inner.state_dict()
         kept = self._ringlet.memory.saved(self._ringlet.step)
@@ -285,6 +295,13 @@ class _Distributed:
             state[STATE_KEY] = kept
             if remembered(kept["states"]):
                 mark(state, sys._getframe(1))
+                if self._ringlet_half_taken and not is_elastic():  # which takes such steps back
+                    warnings.warn(
+                        "state_dict() between backward() and step(): gradients of this step that "
+                        "were sent already are not in the parameters yet, and are lost when it is "
+                        "loaded. Save after step()",
+                        stacklevel=outside(),
+                    )
         if self._ringlet_masters is not None:
             state[PRECISION_KEY] = self._ringlet_masters.state_dict()
         return state
