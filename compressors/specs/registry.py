@@ -10,7 +10,7 @@ import importlib
 import keyword
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TypeGuard, TypeVar
 
@@ -21,6 +21,7 @@ from ringlet.compressors.core.errors import (
     did_you_mean,
     more_of,
 )
+from ringlet.compressors.specs.announced import announced, origin, rivals
 
 GROUP = "ringlet.compressors"
 
@@ -97,17 +98,17 @@ def lookup(name: str, imports: bool = True) -> type[Compressor]:
     if name in _registered:
         return _registered[name]
     found = [entry for entry in _plugins() if entry.name == name]
-    if len({entry.value for entry in found}) > 1:
-        who = " and ".join(f"{e.value} (from {_origin(e)})" for e in found)
+    if who := rivals(found):
         raise CompressorError(f"compressor {name!r} is offered by several packages: {who}")
     if found:
         return _load(found[0])
     known = names()
+    unread = "".join(f". {what}" for what in announced(GROUP)[1])
     meant = _ALSO_CALLED.get(name.lower())
     hint = f"; did you mean {meant!r}?" if meant else did_you_mean(name, known) or "."
     raise UnknownCompressor(
         f"unknown compressor {name!r}{hint} Known: {', '.join(known)}. A plugin's name is known "
-        "once its module is imported; MODULE:NAME imports it"
+        f"once its module is imported; MODULE:NAME imports it{unread}"
     )
 
 
@@ -117,8 +118,12 @@ def revision() -> int:
 
 
 def names() -> list[str]:
-    """Return every known name, plugins included, sorted."""
-    return sorted({*_registered, *(entry.name for entry in _plugins())})
+    """Return every known name, plugins included, sorted.
+
+    Not what packages announce by names that no spec can read.
+    """
+    announced = (entry.name for entry in _plugins())
+    return sorted({*_registered, *(name for name in announced if name.isidentifier())})
 
 
 def built_in() -> dict[str, type[Compressor]]:
@@ -130,7 +135,9 @@ def built_in() -> dict[str, type[Compressor]]:
 def _imported(module: str, name: str) -> type[Compressor]:
     try:
         found: object = importlib.import_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit, pytest.skip and the like are no Exceptions
         file = module.removesuffix(".py")
         hint = "" if file == module else f"; a module, not a file: write {f'{file}:{name}'!r}"
         if not hint and isinstance(error, ModuleNotFoundError) and _within(error.name, module):
@@ -175,13 +182,15 @@ def _is_compressor(value: object) -> TypeGuard[type[Compressor]]:
 
 
 def _load(entry: metadata.EntryPoint) -> type[Compressor]:
-    which = f"compressor {entry.name!r} of package {_origin(entry)}"
+    which = f"compressor {entry.name!r} of package {origin(entry)}"
     wanted = f"write MODULE:NAME of a subclass of Compressor, as in {entry.name} = 'mine:Mine'"
     if entry.pattern.match(entry.value) is None:
         raise CompressorError(f"{which} is {entry.value!r} among its entry points; {wanted}")
     try:
         cls = entry.load()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit, pytest.skip and the like are no Exceptions
         raise CompressorError(
             f"{which} does not import: {type(error).__name__}: {error}{more_of(error)}"
         ) from error
@@ -195,12 +204,8 @@ def _load(entry: metadata.EntryPoint) -> type[Compressor]:
     return _registered[entry.name]
 
 
-def _plugins() -> metadata.EntryPoints:
-    return metadata.entry_points(group=GROUP)
-
-
-def _origin(entry: metadata.EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "unknown"
+def _plugins() -> Sequence[metadata.EntryPoint]:
+    return announced(GROUP)[0]
 
 
 def _place(cls: type) -> str:

@@ -11,9 +11,10 @@ import ast
 import difflib
 import inspect
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
+from ringlet.compressors.specs.announced import announced, origin, rivals
 from ringlet.precision.policy import Policy
 
 GROUP = "ringlet.precision"
@@ -40,21 +41,42 @@ def register_policy(name: str) -> Callable[[Factory], Factory]:
 
 def registered_policies() -> list[str]:
     """Return the names of all policies, those of other packages included."""
-    return sorted({*_factories, *(point.name for point in entry_points(group=GROUP))})
+    return sorted({*_factories, *(point.name for point in announced(GROUP)[0])})
 
 
 def factory_of(name: str) -> Factory:
-    """Return the function behind a name; ValueError, with the closest one, if there is none."""
-    factory = _factories.get(name)
-    if factory is None:
-        for point in entry_points(group=GROUP, name=name):
-            factory = point.load()
-    if factory is None:
-        known = registered_policies()
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-        raise ValueError(f"unknown precision policy {name!r}; {hint}")
-    return factory
+    """Return the function behind a name; ValueError, with the closest one, if there is none.
+
+    So, too, where several packages offer the name, or the one that does cannot be used.
+    """
+    if name in _factories:
+        return _factories[name]
+    points, damaged = announced(GROUP)
+    found = [point for point in points if point.name == name]
+    if who := rivals(found):
+        raise ValueError(f"precision policy {name!r} is offered by several packages: {who}")
+    if found:
+        return _loaded(found[0])
+    known = registered_policies()
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+    raise ValueError(". ".join([f"unknown precision policy {name!r}; {hint}", *damaged]))
+
+
+def _loaded(point: EntryPoint) -> Factory:
+    which = f"precision policy {point.name!r} of package {origin(point)}"
+    try:
+        factory = point.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit, pytest.skip and the like are no Exceptions
+        raise ValueError(f"{which} does not import: {type(error).__name__}: {error}") from error
+    if not callable(factory):
+        raise ValueError(
+            f"{which} is {point.value!r}, no function that returns a Policy: write MODULE:NAME"
+        )
+    made: Factory = factory
+    return made
 
 
 def parse_policy(spec: str | Policy | None) -> Policy:
