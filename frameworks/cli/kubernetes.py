@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class WantedJob:
 
     def variables(self, secret: bool = True) -> list[Document]:
         """Return the environment of a container, with the job's secret or without."""
-        found: list[Document] = [{"name": n, "value": v} for n, v in self.env.items()]
+        found: list[Document] = [{"name": n, "value": as_is(v)} for n, v in self.env.items()]
         if secret:
             key = {"name": f"{self.name}-secret", "key": "secret"}
             found.append({"name": "RINGLET_SECRET", "valueFrom": {"secretKeyRef": key}})
@@ -78,7 +79,7 @@ class WantedJob:
         """Return a container of a pod."""
         found: Document = {"name": name, "image": self.image}
         parts = {
-            "command": list(command or ()),
+            "command": [as_is(word) for word in command or ()],
             "env": self.variables(secret),
             "resources": {"limits": limits} if (limits := self.limits()) else {},
             "volumeMounts": self.mounts(),
@@ -100,6 +101,15 @@ class WantedJob:
             "apiVersion": "v1", "kind": "Secret", "metadata": self.meta("-secret"),
             "type": "Opaque", "stringData": {"secret": self.secret},
         }  # fmt: skip
+
+
+def as_is(text: str) -> str:
+    """Return what Kubernetes makes ``text`` of, in a container's command or environment.
+
+    It puts variables, the job's secret among them, into the place of $(NAME), and $ into that of
+    two.
+    """
+    return text.replace("$", "$$") if re.search(r"\$[$(]", text) else text
 
 
 def _indexed(wanted: WantedJob, service: str) -> Document:
@@ -167,7 +177,7 @@ def trainjob(wanted: WantedJob) -> list[Document]:
     """Return a TrainJob of Kubeflow's Trainer (runtime torch-distributed), and the Secret."""
     trainer: Document = {
         "image": wanted.image,
-        "command": wanted.node_command(),
+        "command": [as_is(word) for word in wanted.node_command()],
         "numNodes": wanted.nodes,
         "numProcPerNode": wanted.slots,
         "env": wanted.variables(),
@@ -205,7 +215,8 @@ def mpijob(wanted: WantedJob) -> list[Document]:
         run += ["--host-discovery-script", "/etc/mpi/discover_hosts.sh"]
         run += ["--slots-per-host", str(wanted.slots)]
     launcher: Document = {"name": "launcher", "image": wanted.image}
-    launcher["command"] = [*run, *wanted.options, "--", *wanted.command]
+    words = [*run, *wanted.options, "--", *wanted.command]
+    launcher["command"] = [as_is(word) for word in words]
     launcher["env"] = wanted.variables(secret=False)
     worker = wanted.container("worker", ["/usr/sbin/sshd", "-De"], False)
     found: Document = {

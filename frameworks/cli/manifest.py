@@ -25,6 +25,7 @@ EXAMPLES = """\
 ringlet manifest --kind Job --name a --image me/a --nodes 4 python train.py
 ringlet manifest --kind TrainJob --name a --image me/a --gpus 8 python train.py"""
 EPILOG = "docs/where-to-run.md says more."
+_DIGITS = 9  # Kubernetes' numbers have 32 bits
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
@@ -126,6 +127,12 @@ def _wanted(options: argparse.Namespace) -> WantedJob:
         check(env)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if "RINGLET_SECRET" in env:
+        raise UsageError(
+            "--env RINGLET_SECRET would show it to all who may read the job: leave it out, the"
+            " manifest has a Secret with one of its own"
+        )
+    _refuse_surrogates([*command, *(word for pair in env.items() for word in pair)])
     resources = {"cpu": options.cpu, "memory": options.memory}
     passed: list[str] = []
     for flag, value in {
@@ -156,10 +163,19 @@ def _number(options: argparse.Namespace, name: str, least: int) -> int | None:
     text = getattr(options, name)
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < least:
+    if not (text.isascii() and text.isdecimal()) or len(text) > _DIGITS or int(text) < least:
         flag = "--" + name.replace("_", "-")
         raise UsageError(f"{flag} takes a number of at least {least}, not {text!r}")
     return int(text)
+
+
+def _refuse_surrogates(words: Sequence[str]) -> None:
+    """Raise UsageError where there are bytes that are no text, which YAML cannot hold."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{word!r} is no UTF-8, which a manifest has to be") from None
 
 
 def _volumes(texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -36,6 +36,23 @@ def _lines(value: Any) -> list[str]:
     return [_word(value)]
 
 
+def _quoted(value: Any) -> str:
+    """Return ``value`` as JSON, but for characters that YAML's readers want in a way of its own.
+
+    They know no pairs of surrogates, and take a DEL only where it is escaped.
+    """
+    if not isinstance(value, str):
+        return json.dumps(value)
+    return f'"{"".join(map(_escaped, value))}"'
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    if number < 0x7F:
+        return json.dumps(character)[1:-1]
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
 def _word(value: Any) -> str:
     plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _TAKEN
-    return str(value) if plain else json.dumps(value)
+    return str(value) if plain else _quoted(value)

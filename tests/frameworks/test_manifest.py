@@ -1,5 +1,7 @@
 """`ringlet manifest` without Kubernetes: the YAML itself, and what cannot be asked for."""
 
+import re
+
 import pytest
 
 from ringlet.__main__ import main
@@ -14,6 +16,52 @@ def test_yaml_of_plain_values():
         'a:\n  b:\n  - 1\n  - c: "x y"\n    d: []\n"yes": "no"\n"n": true\ne: {}\nt: x\n'
         '---\n- "--"\n- "1e3"\n'
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["a\U0001f600\\b", "\x7f", "\u2028\u0085\ufeff", "\0\x1b", "a: b\n- c", "'\"", "~", "é"]
+)
+def test_texts_of_any_kind_are_read_as_they_were(text):
+    yaml = pytest.importorskip("yaml")
+    document = {text: [text, {"k": text}]}
+    assert yaml.safe_load(yaml_text([document])) == document
+
+
+def _by_kubernetes(text, variables):
+    """Return what a container gets for ``text``, which names variables as $(NAME)."""
+    return re.sub(
+        r"\$(\$|\((\w+)\))",
+        lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),
+        text,
+    )
+
+
+@pytest.mark.parametrize("kind", ["Job", "JobSet", "TrainJob", "MPIJob"])
+def test_a_command_reaches_the_container_as_it_is_and_no_secret_gets_into_it(kind, capsys):
+    yaml = pytest.importorskip("yaml")
+    words = ["python", "$(RINGLET_SECRET)", "$$(RINGLET_SECRET)", "echo $$ $HOME $", "$(x)$$"]
+    given = ["--kind", kind, *NEEDED[2:], "--env", "A=$(RINGLET_SECRET)$$"]
+    assert main(["manifest", *given, *words]) == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    commands, values = [], []
+
+    def look(found):
+        if isinstance(found, dict):
+            commands.append(found.get("command", []))
+            values.append(found["value"] if found.get("name") == "A" else None)
+        for each in found.values() if isinstance(found, dict) else found:
+            if isinstance(each, dict | list):
+                look(each)
+
+    look(documents)
+    shown = {"RINGLET_SECRET": "shown"}
+    reached = [[_by_kubernetes(word, shown) for word in command] for command in commands]
+    (own,) = [command for command in reached if "python" in command]
+    assert own[-len(words) :] == words
+    if kind == "MPIJob":
+        assert own[own.index("--env") + 1] == "A=$(RINGLET_SECRET)$$"
+    seen = {_by_kubernetes(value, shown) for value in values if value is not None}
+    assert seen == {"$(RINGLET_SECRET)$$"}
 
 
 def test_ranks_are_as_many_as_gpus(capsys):
@@ -41,6 +89,10 @@ def test_a_claim_may_appear_at_several_paths(capsys):
         (["--kind", "Job"], "--name is missing"),
         (["--kind", "Job", "--name", "Train", "--image", "i"], "--name 'Train': up to 40"),
         (NEEDED, "a command is missing"),
+        ([*NEEDED, "--env", f"RINGLET_SECRET={'a' * 64}", "x"], "would show it to all who may"),
+        ([*NEEDED, "python", "\udcff.py"], r"'\udcff.py' is no UTF-8"),
+        ([*NEEDED, "--nodes", "9" * 5000, "x"], "--nodes takes a number of at least 1"),
+        ([*NEEDED, "--nodes", "\u0663", "x"], "--nodes takes a number of at least 1"),
         ([*NEEDED, "--nodes", "no", "x"], "--nodes takes a number of at least 1, not 'no'"),
         ([*NEEDED, "--volume", "data", "x"], "--volume takes CLAIM:/PATH"),
         (
