@@ -11,7 +11,7 @@ from typing import Self
 
 from ringlet.compressors import Compressor, CompressorError
 from ringlet.compressors.core.errors import more_of
-from ringlet.ring.errors import PeerLost, RingError
+from ringlet.ring.errors import MORE_THREADS, PeerLost, RingError, lacks_threads
 
 _LONGEST = 2000  # characters of an error's text that other ranks are told
 _NAMED = 3  # tensors that a message names
@@ -104,6 +104,8 @@ def in_words(error: BaseException) -> str:
         text = f"its text cannot be had: {type(another).__name__}"
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}..."
+    if lacks_threads(error) and not isinstance(error, RingError):
+        text = f"{text}: {MORE_THREADS}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -11,6 +11,19 @@ AnyError = TypeVar("AnyError", bound=BaseException)
 LOST_PEER = 75  # exit code of a rank that ended because another one went away first
 
 
+# What a limit of threads looks like: Python's words, and the system's (EAGAIN) in torch's.
+_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
+MORE_THREADS = (
+    "there may be no more threads; raise the limit of this user's processes (ulimit -u), or the "
+    "container's (pids.max)"
+)
+
+
+def lacks_threads(error: BaseException) -> bool:
+    """Whether ``error`` came of a limit of threads or processes."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_THREAD)
+
+
 class RingError(RuntimeError):
     """Base of every error that concerns more than one rank."""
 

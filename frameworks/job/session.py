@@ -29,7 +29,7 @@ from ringlet.job.warm_up import warm_up
 from ringlet.metrics.switches import switch_on
 from ringlet.ring.communicator import Communicator, Topology
 from ringlet.ring.control.opening import open_control
-from ringlet.ring.errors import LaunchError, PeerLost, RingError
+from ringlet.ring.errors import MORE_THREADS, LaunchError, PeerLost, RingError, lacks_threads
 from ringlet.ring.log import level_from, show
 from ringlet.ring.rendezvous.connect import connect
 from ringlet.ring.rendezvous.epochs import is_elastic, note_lost, tell_met, told_specs
@@ -272,6 +272,8 @@ def _met(
         except BaseException as error:
             if not in_thread:
                 comm.close()  # others wait for this rank
+            if lacks_threads(error) and not isinstance(error, RingError):
+                raise LaunchError(f"rank {comm.rank} cannot start: {MORE_THREADS}") from error
             if given is not None or not is_elastic() or not isinstance(error, PeerLost):
                 raise
             note_lost(error.ranks)

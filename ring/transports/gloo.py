@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from ringlet.ring.descriptors import allow_more
-from ringlet.ring.errors import PeerLost, unavailable
+from ringlet.ring.errors import MORE_THREADS, PeerLost, lacks_threads, unavailable
 from ringlet.ring.interrupt import (
     Connections,
     interrupt_all,
@@ -28,6 +28,7 @@ from ringlet.ring.rank_order import Scratch
 from ringlet.ring.transports.gloo_proof import StoreBarrier, admit
 from ringlet.ring.transports.process_group import ProcessGroupCommunicator
 
+_TELL = f"{MORE_THREADS[0].upper()}{MORE_THREADS[1:]}."
 LONGEST = 0.5  # seconds that a message takes, whatever a rank may say
 
 
@@ -135,6 +136,8 @@ class GlooCommunicator(ProcessGroupCommunicator):
             try:
                 group = self._dist.ProcessGroupGloo(prefixed, self.rank, self.size, options)
             except (RuntimeError, TimeoutError) as error:
+                if lacks_threads(error):
+                    raise unavailable("gloo", f"rank {self.rank}: {error}", _TELL) from error
                 raise PeerLost(
                     f"rank {self.rank} of {self.size} could not reach the others over gloo: {error}"
                 ) from error
@@ -164,7 +167,8 @@ class GlooCommunicator(ProcessGroupCommunicator):
             else:
                 options._devices = [_device(gloo.create_default_device)]
         except RuntimeError as error:
-            remedy = "Name a network interface in GLOO_SOCKET_IFNAME."
+            named = "Name a network interface in GLOO_SOCKET_IFNAME."
+            remedy = _TELL if lacks_threads(error) else named
             raise unavailable("gloo", str(error).split("\n")[0], remedy) from error
         return options
 

@@ -1,10 +1,12 @@
 """What environment and arguments say of the engine's limits, and of what is tuned."""
 
 import os
+import threading
 
 import pytest
 
 from ringlet.fusion import Limits
+from ringlet.fusion.errors import in_words
 from ringlet.job.lifecycle import init
 from ringlet.job.session import check_wire_versions, shutdown
 from ringlet.job.settings import limits_from
@@ -123,3 +125,19 @@ def test_kernels_that_another_user_may_have_made_are_not_loaded(tmp_path, monkey
     os.chown(planted, 65534, 65534)
     with pytest.raises(LaunchError, match=f"{planted} belongs to another user, who could have"):
         init()
+
+
+def test_a_limit_of_threads_is_told_with_what_to_do(monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.startswith("ringlet"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    cure = r"there may be no more threads; raise the limit of this user's processes \(ulimit -u\)"
+    with pytest.raises(LaunchError, match=f"^rank 0 cannot start: {cure}"):
+        init()
+    assert "new thread: there may be no more" in in_words(RuntimeError("can't start new thread"))
+    assert "threads" not in in_words(RuntimeError("another"))
