@@ -15,8 +15,6 @@ from ringlet.compressors.core.context import Array, Context, Workspace
 from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.threads import run_ranges
 
-_CHUNK = 1 << 16  # elements summed in one piece, however many threads there are
-
 
 def shrinking(x: Array, bound: float, ctx: Context) -> Any:
     """Return the factor (float32) that makes the norm of ``x`` at most ``bound``.
@@ -81,12 +79,13 @@ def energy(x: Array, workspace: Workspace) -> float:
     """Return ||x||^2 of float32 values, added in float64; NaN or Inf where x has one. CPU only."""
     from ringlet.compressors.kernels.cpu.common import norms as kernels
 
-    sums, x = workspace.array("squares", -(-x.size // _CHUNK), np.float64), unlocked(x)
+    chunk = kernels.CHUNK
+    sums, x = workspace.array("squares", -(-x.size // chunk), np.float64), unlocked(x)
 
     def square(start: int, stop: int) -> None:
-        kernels.square(x[start:stop], _CHUNK, sums[start // _CHUNK : -(-stop // _CHUNK)])
+        kernels.square(x[start:stop], chunk, sums[start // chunk : -(-stop // chunk)])
 
-    run_ranges(x.size, _CHUNK, square)
+    run_ranges(x.size, chunk, square)
     total = 0.0
     for value in sums.tolist():  # in order, which CUDA kernels follow
         total += value

@@ -70,11 +70,11 @@ class SharedInt(Compressor):
         """Agree on the scales, then add the codes."""
         levels, buckets = np.float32(self.steps(ctx.size)), -(-x.size // self.bucket)
         held, wire = ctx.workspace.held, f"int{self.bits}"
-        room = x.size if self.prepares else 0
-        with held(room) as prepared, held(buckets) as extents, held(x.size, wire) as codes:
-            if self.prepares:
-                self.prepare(x, prepared, ctx)
-                x = prepared
+        room = x.size if self.bound else 0
+        with held(room) as clipped, held(buckets) as extents, held(x.size, wire) as codes:
+            if self.bound:
+                clip(x, self.bound, clipped, ctx)
+                x = clipped
             elif ctx.xp is np:
                 x = unlocked(x)
             self.measure(x, extents, ctx)
@@ -91,15 +91,15 @@ class SharedInt(Compressor):
             self._decode(total, units, out, ctx)
 
     def batched_rounds(self) -> BatchedRounds | None:
-        """The kernels for many tensors a call, where values are quantised as they are."""
+        """The kernels for many tensors a call."""
         own = keeps(self, SharedInt, "exchange", "exchange_feedback", "measure", "encode", "steps")
-        return None if self.prepares or not own else BatchedRounds(_any, self._many, self._many)
+        return BatchedRounds(_any, self._many, self._many) if own else None
 
     def _many(self, tensors: Sequence[Exchanged], decay: float = 1.0) -> ExchangeOfMany:
         from ringlet.compressors.quantizers.shared_int_many import exchange_many
 
-        levels = self.steps(tensors[0].ctx.size)
-        return exchange_many(levels, self.bits, self.bucket, self.stochastic, tensors, decay)
+        scaled = self.steps(tensors[0].ctx.size), self.bits, self.bucket
+        return exchange_many(*scaled, self.stochastic, tensors, decay, self.bound)
 
     def _decode(self, codes: Array, units: Array, out: Array, ctx: Context) -> None:
         self._check(out.size, units, codes)
@@ -118,13 +118,12 @@ class SharedInt(Compressor):
             out[...] = codes.astype("float32") * units.repeat(self.bucket)[: out.size]
 
     @property
-    def prepares(self) -> bool:
-        """Whether something else is quantised in place of the gradient."""
-        return False
+    def bound(self) -> float:
+        """At how many root mean squares of its tensor a value is clipped; 0: at none.
 
-    def prepare(self, x: Array, out: Array, ctx: Context) -> None:
-        """Set ``out`` to what is quantised in place of ``x``."""
-        raise TypeError(f"{type(self).__name__} does not say what it prepares")
+        Where these are not finite nothing is: an overflow must not be clipped away.
+        """
+        return 0.0
 
     def measure(self, x: Array, largest: Array, ctx: Context) -> None:
         """Set ``largest`` to max|x| of each bucket, Inf where that is not finite."""
@@ -217,10 +216,6 @@ class TernGradShared(SharedInt):
     clip: float = option(2.5, ge=0, doc="root mean squares at which values are clipped; 0: none")
 
     @property
-    def prepares(self) -> bool:
-        """Whether values are clipped."""
-        return self.clip > 0
-
-    def prepare(self, x: Array, out: Array, ctx: Context) -> None:
-        """Clip, unless the bound is not finite: an overflow must not be clipped away."""
-        clip(x, self.clip, out, ctx)
+    def bound(self) -> float:
+        """What ``clip`` says."""
+        return self.clip

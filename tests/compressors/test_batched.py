@@ -2,6 +2,9 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from ringlet.compressors import (
     CompressorError,
@@ -16,6 +19,8 @@ from ringlet.compressors import (
 from ringlet.compressors.base.batched import Exchanged, addresses, starts_of
 from ringlet.compressors.base.chain import Chain
 from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.base.norms import clip
+from ringlet.compressors.kernels.cpu.common import norms
 
 SPECS = [
     "int8",
@@ -264,7 +269,8 @@ def exchanged_alone(c, tensors, scale):
     "powersgd(rank=5) | ef(reset=2) | min_size(0)", "powersgd(rank=2, warm_start=False)",
     "acpsgd", "acpsgd(rank=3) | ef", "acpsgd(rank=1) | ef(decay=0.5)", "shared_int",
     "shared_int(stochastic=True) | ef", "shared_int(bits=16, bucket=64) | ef(decay=0.5)",
-    "shared_int(bits=32, stochastic=True)",
+    "shared_int(bits=32, stochastic=True)", "terngrad_shared", "terngrad_shared(clip=0.5) | ef",
+    "terngrad_shared(clip=0.0) | ef(decay=0.5)",
 ])  # fmt: skip
 def test_tensors_that_exchange_together_become_what_each_becomes_alone(spec, in_place):
     c = parse(spec)
@@ -323,3 +329,47 @@ def test_an_exchange_of_many_that_is_given_up_leaves_what_is_remembered(spec, ro
     given_up.close()
     assert before.keys() == state.keys()
     assert all(np.array_equal(before[name], state[name]) for name in before)
+
+
+anything = hnp.arrays(np.float32, st.integers(1, 100), elements=st.floats(width=32))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    xs=st.lists(anything, min_size=1, max_size=4),
+    clip=st.sampled_from([0.0, 0.25, 1.0, 2.5]),
+    fed=st.booleans(),
+)
+def test_ternary_codes_on_shared_scales_are_those_of_each_tensor_alone(xs, clip, fed):
+    """Also of values that are not finite, or too large for a square in float32."""
+    c, ways = parse(f"terngrad_shared(clip={clip}){' | ef' if fed else ''}"), []
+    for exchanged in (exchanged_together, exchanged_alone):
+        states, found = [{} for _ in xs], []
+        for step in range(2):
+            tensors = [
+                Exchanged(x, np.empty_like(x), Context(name=str(i), numel=x.size, state=state))
+                for i, (x, state) in enumerate(zip(xs, states, strict=True))
+            ]
+            for tensor in tensors:
+                tensor.ctx.step = step
+            with np.errstate(all="ignore"):
+                found += exchanged(c, tensors, 1.0) + [tensor.out for tensor in tensors]
+        found += [held for state in states for held in state.values()]
+        ways.append([array.tobytes() for array in found])
+    assert ways[0] == ways[1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(x=anything, times=st.sampled_from([0.25, 1.0, 2.5]))
+def test_values_are_clipped_at_root_mean_squares_in_float64(x, times):
+    out, alone, ctx = np.empty_like(x), np.empty_like(x), Context(numel=x.size)
+    norms.clip_at(x, times, out)
+    clip(x, times, alone, ctx)
+    assert np.array_equal(out, alone, equal_nan=True)
+    if not np.isfinite(x).all():
+        assert np.array_equal(out, x, equal_nan=True)
+        return
+    exact = x.astype(np.float64)
+    most = times * np.sqrt(np.mean(exact**2))
+    close = np.maximum(np.abs(np.clip(exact, -most, most)) * 2.0**-22, 1e-45)
+    assert (np.abs(out - np.clip(exact, -most, most)) <= close).all()

@@ -14,27 +14,35 @@ from numba import carray, types
 
 from ringlet.compressors.kernels.cpu.common.feedback import add, keep_combined
 from ringlet.compressors.kernels.cpu.common.intrinsics import pointer
+from ringlet.compressors.kernels.cpu.common.norms import clip_at
 from ringlet.compressors.kernels.cpu.quantizers.shared_int import TINY, decode, encoder, extents
 from ringlet.ring.jit import jit
 
-# Where the values lie, the residual (0: there is none), what is quantised (the values, or room for
-# their sum with the residual), the result, room for scales (one a bucket) and, with a residual, for
-# this rank's own codes; the key and the counter of the first random number.
-N, VALUES, RESIDUAL, TARGET, OUT, SCALES, CODES, KEY, FIRST = range(9)
-COLUMNS_OF_TABLE = 9
+# Where the values lie, the residual (0: there is none), what is to be sent (the values, or room for
+# their sum with the residual), what is quantised (that, or room for it clipped), the result, room
+# for scales (one a bucket) and, with a residual, for this rank's own codes; the key and the counter
+# of the first random number.
+N, VALUES, RESIDUAL, TARGET, QUANTISED, OUT, SCALES, CODES, KEY, FIRST = range(10)
+COLUMNS_OF_TABLE = 10
 
 
 @jit
-def measure(table: Any, bucket: int, decay: Any, places: Any) -> None:
-    """Write the largest magnitude of each bucket to each tensor's place (float32)."""
+def measure(table: Any, bucket: int, decay: Any, clip: Any, places: Any) -> None:
+    """Write the largest magnitude of each bucket to each tensor's place (float32).
+
+    Where there is room for it, what is measured is clipped at so many root mean squares.
+    """
     for t in range(table.shape[0]):
         n = types.intp(table[t, N])
         target = carray(pointer(table[t, TARGET]), n, np.float32)
         if table[t, RESIDUAL]:
             x = carray(pointer(table[t, VALUES]), n, np.float32)
             add(x, carray(pointer(table[t, RESIDUAL]), n, np.float32), decay, target)
+        quantised = carray(pointer(table[t, QUANTISED]), n, np.float32)
+        if table[t, QUANTISED] != table[t, TARGET]:
+            clip_at(target, clip, quantised)
         largest = carray(pointer(places[t]), (n + bucket - 1) // bucket, np.float32)
-        extents(target, bucket, largest)
+        extents(quantised, bucket, largest)
 
 
 @cache
@@ -53,9 +61,9 @@ def encoder_of_many(stochastic: bool, wire: str) -> Any:
             count = (n + bucket - 1) // bucket
             scales = carray(pointer(table[t, SCALES]), count, np.float32)
             scales[:] = carray(pointer(largest[t]), count, np.float32)
-            target = carray(pointer(table[t, TARGET]), n, np.float32)
+            quantised = carray(pointer(table[t, QUANTISED]), n, np.float32)
             codes = carray(pointer(places[t]), n, dtype)
-            encode_one(target, scales, levels, bucket, table[t, KEY], table[t, FIRST], codes)
+            encode_one(quantised, scales, levels, bucket, table[t, KEY], table[t, FIRST], codes)
             if table[t, RESIDUAL]:
                 own = carray(pointer(table[t, CODES]), n, dtype)
                 own[:] = codes
