@@ -23,7 +23,7 @@ Key = Callable[[int, Context], int]
 Row = tuple[int, int, int, int, int]
 VALUES, RESIDUAL, KEY, OFFSET, SECOND = range(5)
 LENGTH = 0  # the first column of a payload's row; the others are where its arrays lie
-ARRAYS = 4  # that a payload has at most
+ARRAYS = 4  # that a payload of fixed size has at most
 
 _RUN = 1 << 17  # elements that kernels made of others take at once, while they are in the cache
 
@@ -65,6 +65,10 @@ class Batched(NamedTuple):
     one, and perhaps one more. Where ``keyed``, decoding draws as well: ``decode`` is given a fourth
     table, rows with keys and offsets.
 
+    Where sizes vary with the values (``varies``), a payload's row has two columns for each array,
+    as many as there are: where it lies, and how many elements it has. ``encode`` fills in the
+    latter, and there is room for as many as ``layout`` says, which is the most.
+
     A row for a whole tensor serves its pieces too, at the granularity that traits promise: what
     begins ``n`` elements later has its values, its memories and its offset ``n`` elements later.
     """
@@ -80,17 +84,39 @@ class Batched(NamedTuple):
     decay: float = 1.0
     key: Key = own_key
     keyed: bool = False
+    varies: bool = False
 
     def table(self, payloads: Sequence[Payload], lengths: Sequence[int]) -> Array:
         """Return where payloads of so many elements lie; of use as long as they are there.
 
-        Raises PayloadError for one that is not of its layout.
+        Raises PayloadError for one that is not of its layout, unless sizes vary.
         """
         rows, names = [], self.names
         for payload, n in zip(payloads, lengths, strict=True):
-            check_parts(self.label, self.layout(n), payload)
-            rows.append(payload_row(n, [address(payload[p], len(payload[p])) for p in names]))
-        return np.array(rows, np.uint64).reshape(len(rows), 1 + ARRAYS)
+            if not self.varies:
+                check_parts(self.label, self.layout(n), payload)
+            sizes = [len(payload[p]) for p in names]
+            places = [address(payload[p], size) for p, size in zip(names, sizes, strict=True)]
+            rows.append(self.payload_row(n, places, sizes))
+        return np.array(rows, np.uint64).reshape(len(rows), self.columns)
+
+    @property
+    def columns(self) -> int:
+        """How many columns a payload's row has."""
+        return 1 + (2 * len(self.names) if self.varies else ARRAYS)
+
+    @property
+    def placed(self) -> slice:
+        """The columns that tell where the arrays of a payload lie."""
+        return slice(1, self.columns, 2) if self.varies else slice(1, 1 + len(self.names))
+
+    def payload_row(self, n: int, places: Sequence[int], sizes: Sequence[int] = ()) -> list[int]:
+        """Return the row of a payload of ``n`` elements, whose arrays lie at ``places``."""
+        row = [n, *[0] * (self.columns - 1)]
+        row[self.placed] = places
+        if self.varies:
+            row[2::2] = sizes or [0] * len(places)
+        return row
 
     @property
     def asks(self) -> bool:
@@ -209,11 +235,6 @@ def runs(lengths: Array) -> list[slice]:
     at = np.cumsum(lengths, dtype=np.int64) // _RUN
     ends = [0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), len(lengths)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
-
-
-def payload_row(n: int, places: Sequence[int]) -> list[int]:
-    """Return the row of a payload of ``n`` elements, whose arrays lie at ``places``."""
-    return [n, *places, *[0] * (ARRAYS - len(places))]
 
 
 def addresses(array: Array, starts: Sequence[int] | Array) -> Array:

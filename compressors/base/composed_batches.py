@@ -145,9 +145,11 @@ def chained(
     """Return the kernels of ``first | second``, of which neither remembers anything.
 
     ``part`` names first's array that second compresses, which has ``count(n)`` values for a tensor
-    of ``n``. None where the payload has too many arrays, where both draw random numbers, or one
-    to decode.
+    of ``n``. None where the payload has too many arrays or one whose size varies, where both draw
+    random numbers, or one to decode.
     """
+    if first.varies or second.varies:
+        return None
     outer = [name for name in first.names if name != part]
     names = (*outer, *(f"{part}.{name}" for name in second.names))
     if len(names) > ARRAYS or (first.draws and second.draws) or first.keyed or second.keyed:

@@ -70,6 +70,8 @@ def precompile_batched(compressor: Compressor, x: Array, payload: Payload, ctx: 
     """Run kernels that take many tensors in host memory, if there are any."""
     kernels = compressor.batched() if ctx.xp is np else None
     if kernels is not None:
+        if kernels.varies:
+            payload = {p.name: np.empty(p.elements, p.dtype) for p in kernels.layout(x.size)}
         table = kernels.table([payload], [x.size])
         for stage in (1, 2):  # in one of them residuals may be fed back
             row = kernels.values(x, dataclasses.replace(ctx, stage=stage))

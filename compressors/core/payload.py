@@ -6,6 +6,7 @@ Payloads of fixed size need none of this; both sides know their layout.
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,13 @@ def check_payload(label: str, payload: object) -> None:
                 f"{label}.compress: {name!r} of {array.dtype.str} cannot travel: bytes carry no "
                 "byte order; leave arrays in the machine's own"
             )
+
+
+def entry_head(name: str, dtype: np.dtype[Any]) -> bytes:
+    """Return what ``serialise`` writes before the data of an array of no elements."""
+    encoded = name.encode()
+    head = _ENTRY.pack(_DTYPES.index(dtype.name), len(encoded), 0, 0) + encoded
+    return head.ljust(padded(len(head)), b"\0")
 
 
 def serialise(payload: Payload, out: Array) -> int:

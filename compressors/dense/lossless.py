@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, keeps
 from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.precompile import precompile
@@ -109,6 +110,39 @@ class Lossless(Compressor):
         from ringlet.compressors.kernels.cuda.dense.lossless import Exponents
 
         return Exponents(device, self.dtype == "fp32", self._check_sizes)
+
+    def batched(self) -> Batched | None:
+        """The kernels for many tensors in host memory a call."""
+        own = keeps(self, Lossless, "compress", "decompress", "accumulate")
+        if not own or not keeps(self, Compressor, "sum_into", "compress_feedback", "keep_residual"):
+            return None
+        from ringlet.compressors.kernels.cpu.common.batched import batch_decoder, batch_encoder
+        from ringlet.compressors.kernels.cpu.dense import lossless as kernels
+
+        exact = self.dtype == "fp32"
+        encode = batch_encoder(kernels.encode_placed(exact))
+        decode = batch_decoder(kernels.decode_placed(exact))
+        return Batched(
+            self.label,
+            self._room,
+            tuple(part.name for part in self._room(0)),
+            lambda *tables: encode(*tables, ()),
+            None,
+            lambda *tables: decode(*tables, ()),
+            varies=True,
+        )
+
+    def _room(self, n: int) -> tuple[Part, ...]:
+        """Return the most that the payload of ``n`` elements takes."""
+        check_countable(self.label(), n)
+        blocks = -(-n // BLOCK)
+        return (
+            *(Part(name, "uint8", blocks) for name in ("tops", "widths")),
+            Part("counts", "uint16", blocks),
+            Part("codes", "uint8", blocks * BLOCK),
+            *(Part(name, "uint8", n) for name in ("spares", "mantissas")),
+            *([Part("rests", "uint16", n)] if self.dtype == "fp32" else []),
+        )
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""

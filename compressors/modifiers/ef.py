@@ -182,9 +182,9 @@ class ErrorFeedback(Modifier):
 
     def batched(self) -> Batched | None:
         """The wrapped compressor's kernels, with residuals."""
-        own = keeps(self, ErrorFeedback, "encode_into", "residual", "residuals") and keeps(
-            self, Modifier, "decompress", "sum_into"
-        )
+        own = keeps(
+            self, ErrorFeedback, "compress", "encode_into", "residual", "residuals"
+        ) and keeps(self, Modifier, "decompress", "sum_into")
         inner = self.wrapped_compressor.batched() if own else None
         if inner is None or inner.memories:
             return None

@@ -125,7 +125,7 @@ class Hadamard(Modifier):
         """The wrapped compressor's kernels for many tensors a call, where these draw nothing."""
         own = keeps(self, Hadamard, "encode_into", "feedback_into", "decompress", "sum_into")
         inner = self.wrapped_compressor.batched() if own else None
-        if inner is None or inner.draws or inner.memories or inner.keyed:
+        if inner is None or inner.draws or inner.memories or inner.keyed or inner.varies:
             return None
         return rotated(inner, self.block, lambda n, ctx: ctx.key(shared=True))
 

@@ -89,7 +89,7 @@ class MomentumCorrection(Modifier):
 
     def batched(self) -> Batched | None:
         """The wrapped compressor's kernels, with both memories, where nothing is clipped."""
-        own = keeps(self, MomentumCorrection, "encode_into") and keeps(
+        own = keeps(self, MomentumCorrection, "compress", "encode_into") and keeps(
             self, Modifier, "decompress", "sum_into"
         )
         inner = self.wrapped_compressor.batched() if own and not self.clip else None

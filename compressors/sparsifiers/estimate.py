@@ -8,10 +8,12 @@ MLSys 2021.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.bucketed import lane_sums
 from ringlet.compressors.base.contract import Payload, Traits, keeps
 from ringlet.compressors.core.context import Array, Context
@@ -35,7 +37,7 @@ from ringlet.compressors.specs.registry import register
 if TYPE_CHECKING:
     from ringlet.compressors.kernels.cuda.sparsifiers.threshold import Fit, Sample, Sought
 
-_ATTEMPTS = 10
+_ATTEMPTS = 10  # as the kernels for many tensors have it, and the chunk
 _FIRST = 0.25  # the share that every stage but the last of SIDCo lets through
 _CHUNK = 1 << 16  # elements summed in one piece, however many threads there are
 
@@ -99,6 +101,26 @@ class Estimated(Selection):
         own = keeps(self, Estimated, "compress", "compress_on_device") and self.scatters()
         return reaching_many_on_device(self.sought, self.count, ctx) if own else None
 
+    def batched(self) -> Batched | None:
+        """The kernels for many tensors a call."""
+        found = self.estimator()
+        if found is None or not keeps(self, Estimated, "compress", "count", "_select"):
+            return None
+        select, draws = found
+        return self.batched_selection(select, self._most, self.plan, draws)
+
+    def estimator(self) -> tuple[Any, bool] | None:
+        """Return what selects one of many tensors, and whether it draws; None: nothing does."""
+        return None
+
+    def plan(self, n: int) -> Sequence[float]:
+        """Return what that is told about ``n`` elements."""
+        raise TypeError(f"{type(self).__name__} plans nothing")
+
+    def _most(self, n: int) -> int:
+        """Return how many of ``n`` entries travel at most."""
+        return min(n, max(self.count(n), int(1.3 * self.count(n))))
+
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels."""
         super().warm_up(ctx)
@@ -160,6 +182,18 @@ class TopKSampled(Estimated):
         rank = drawn - _rank(drawn, k, x.size)
         return float(ctx.xp.partition(bits, rank)[rank : rank + 1].view("float32")[0])
 
+    def estimator(self) -> tuple[Any, bool] | None:
+        """The kernel that samples."""
+        from ringlet.compressors.kernels.cpu.sparsifiers.estimate import by_sample
+
+        return (by_sample, True) if keeps(self, TopKSampled, "estimate", "drawn") else None
+
+    def plan(self, n: int) -> Sequence[float]:
+        """How many are to travel, how many are sampled, and a rank among these."""
+        k = self.count(n)
+        drawn = self.drawn(n, k) if 0 < k < n else n
+        return (k, drawn, _rank(drawn, k, n)) if drawn < n else (k, 0, 0)
+
     def drawn(self, n: int, k: int) -> int:
         """Return how many of ``n`` entries are sampled where ``k`` are to travel."""
         # At least 64 entries are expected above the threshold, which then errs by an eighth.
@@ -206,6 +240,18 @@ class SIDCo(Estimated):
             if not math.isfinite(threshold):
                 break
         return threshold
+
+    def estimator(self) -> tuple[Any, bool] | None:
+        """The kernel that fits."""
+        from ringlet.compressors.kernels.cpu.sparsifiers.estimate import by_fit
+
+        return (by_fit, False) if keeps(self, SIDCo, "estimate", "weights", "_exceeding") else None
+
+    def plan(self, n: int) -> Sequence[float]:
+        """How many are to travel, and the weights of stages; none where all travel."""
+        k = self.count(n)
+        weights = self.weights(k / n) if 0 < k < n else ()
+        return (k, *weights, *[0.0] * (self.stages - len(weights)))
 
     def weights(self, ratio: float) -> tuple[float, ...]:
         """Return by how many mean excesses each stage moves the threshold."""

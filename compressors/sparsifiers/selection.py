@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
 import numpy as np
 
-from ringlet.compressors.base.contract import Compressor, Payload, Traits, keeps
+from ringlet.compressors.base.batched import LENGTH, Batched, Kernel
+from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, keeps
 from ringlet.compressors.base.feedback import advance, on_device, settle
 from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context
@@ -87,6 +92,48 @@ class Selection(Compressor):
         """Whether payloads are decoded here, and not by a subclass in its own way."""
         own = keeps(self, Selection, "compress_feedback", "decompress", "accumulate")
         return own and keeps(self, Compressor, "sum_into")
+
+    def batched_selection(
+        self,
+        select: Any,
+        most: Callable[[int], int],
+        plan: Callable[[int], Sequence[float]],
+        draws: bool = False,
+    ) -> Batched | None:
+        """Return kernels for many tensors a call, where the values decide how many entries travel.
+
+        ``select`` is as ``kernels.cpu.sparsifiers.selection`` says; it is given ``plan(n)``, as
+        many numbers for each n. At most ``most(n)`` of ``n`` entries travel.
+        """
+        if not self.scatters() or not keeps(self, Selection, "compress_feedback"):
+            return None
+        from ringlet.compressors.kernels.cpu.common.batched import batch_decoder
+        from ringlet.compressors.kernels.cpu.sparsifiers.selection import decode_placed, selector
+
+        known, decode = cache(plan), batch_decoder(decode_placed)
+
+        def encoding(fed: bool) -> Kernel:
+            kernel = selector(select, fed)
+
+            def encode(tensors: Array, payloads: Array, decay: np.float32) -> None:
+                plans = [known(n) for n in payloads[:, LENGTH].tolist()]
+                kernel(tensors, payloads, decay, np.array(plans, np.float64))
+
+            return encode
+
+        def layout(n: int) -> tuple[Part, ...]:
+            return Part("indices", "uint32", most(n)), Part("values", "float32", most(n))
+
+        return Batched(
+            self.label,
+            layout,
+            ("indices", "values"),
+            encoding(fed=False),
+            encoding(fed=True),
+            lambda *tables: decode(*tables, ()),
+            draws=draws,
+            varies=True,
+        )
 
     def _forget(self, payload: Payload, residual: Array) -> None:
         from ringlet.compressors.kernels.cpu.common import feedback

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.contract import Payload, Traits, keeps
 from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.core.context import Array, Context
@@ -83,6 +84,15 @@ class Threshold(Selection):
         """The CUDA kernels, if there are any."""
         own = keeps(self, Threshold, "compress", "compress_on_device") and self.scatters()
         return reaching_many_on_device(self.sought, self.limit, ctx) if own else None
+
+    def batched(self) -> Batched | None:
+        """The kernels for many tensors a call."""
+        if not keeps(self, Threshold, "compress", "limit"):
+            return None
+        from ringlet.compressors.kernels.cpu.sparsifiers.threshold import within
+
+        bits = magnitude_bits(self.value)
+        return self.batched_selection(within, self.limit, lambda n: (self.limit(n), bits))
 
     def warm_up(self, ctx: Context) -> None:
         """Compile the kernels, the one included that a cap asks for."""

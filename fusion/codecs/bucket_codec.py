@@ -7,7 +7,7 @@ and compressors write straight into their place; others are serialised behind th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ringlet.compressors.core.payload import (
     serialised_size,
 )
 from ringlet.fusion.codecs.small_members import SmallMembers
+from ringlet.fusion.codecs.varying_members import VaryingMembers
 from ringlet.fusion.devices.convert import from_float32
 from ringlet.fusion.planning.member import Member
 from ringlet.ring.dtypes import Array
@@ -42,12 +43,17 @@ class BucketCodec:
         self._slots = [self._lay_out(part) for part in range(parts)] if self.fixed else []
         self._views: dict[tuple[int, int], list[Payload]] = {}
         self._small: SmallMembers | None = None
+        self._varying: VaryingMembers | None = None
         if self.fixed:
             self._small = SmallMembers.of(self.members, self.ranges, self._slots)
+        else:
+            self._varying = VaryingMembers.of(self.members)
         every = range(len(self.members))
         self._single: list[Sequence[int]] = [every] * parts  # members with calls of their own
         if self._small is not None:
             self._single = [sorted({*every} - {*small}) for small in self._small.indices]
+        if self._varying is not None:
+            self._single = [sorted({*every} - self._varying.taken)]
         self.unfit: Exception | None = None  # why the values of the step at hand cannot be encoded
         self._freed = 0  # by the pool, when views were last known to be of its buffers
 
@@ -55,12 +61,17 @@ class BucketCodec:
         """Return the bytes of ``part``; for variable payloads, those of the step at hand."""
         if self.fixed:
             return self._slots[part][-1]
-        return 8 * len(self._variable) + sum(map(serialised_size, self._variable))
+        nbytes = sum(8 + serialised_size(self._variable[i]) for i in self._single[part])
+        return nbytes if self._varying is None else nbytes + self._varying.nbytes
 
     def member_bytes(self) -> list[float]:
         """Return the bytes of each member's payload, in all parts together."""
         if not self.fixed:
-            return [8.0 + serialised_size(payload) for payload in self._variable]
+            small = {} if self._varying is None else self._varying.member_bytes()
+            return [
+                small[i] if i in small else 8.0 + serialised_size(payload)
+                for i, payload in enumerate(self._variable)
+            ]
         return [
             float(sum(slots[i + 1] - slots[i] for slots in self._slots))
             for i in range(len(self.members))
@@ -74,22 +85,23 @@ class BucketCodec:
             if self._small is not None:
                 self._small.begin()
             return
-        self._variable, overlap = [], self._place.xp.may_share_memory
-        for member in self.members:
+        self._variable = [{} for _ in self.members]
+        if self._varying is not None:
+            self._varying.compress()
+        overlap = self._place.xp.may_share_memory
+        for i in self._single[0]:
+            member = self.members[i]
             if member.numel == 0:  # of a tensor with fewer elements than ranks share it
-                self._variable.append({})
                 continue
             context = member.context(0, 1)
             values = member.values()
             payload = member.call(member.compressor.compress, values, context)
             member.call(check_payload, member.compressor.label(), payload)
             # What is returned travels later: it must not be the input, which changes.
-            self._variable.append(
-                {
-                    name: array.copy() if overlap(array, values) else array
-                    for name, array in payload.items()
-                }
-            )
+            self._variable[i] = {
+                name: array.copy() if overlap(array, values) else array
+                for name, array in payload.items()
+            }
 
     def encode_into(self, part: int, out: Array) -> int:
         """Encode this rank's values of ``part``, residuals included."""
@@ -108,8 +120,8 @@ class BucketCodec:
 
     def decode_sum_into(self, part: int, payloads: Sequence[Array]) -> None:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
-        decoded = self._of_singles(part, payloads)
-        for i in self._single[part]:
+        singles, decoded = self._received(part, payloads)
+        for i in singles:
             member = self.members[i]
             total = self._sum(i, part, [payload[i] for payload in decoded])
             start, stop = self.ranges[part][i]
@@ -182,6 +194,24 @@ class BucketCodec:
             return [[] for _ in buffers]
         return [self._payloads(part, buffer) for buffer in buffers]
 
+    def _received(
+        self, part: int, payloads: Sequence[Array]
+    ) -> tuple[Sequence[int], Sequence[Sequence[Payload] | Mapping[int, Payload]]]:
+        """Return whose sum is still to be decoded, and everybody's payloads by member.
+
+        Those of small members that vary are decoded by now, unless they make no sense.
+        """
+        if self._varying is None:
+            return self._single[part], self._of_singles(part, payloads)
+        begins = self._varying.decode_sum(payloads)
+        if begins is None:
+            return range(len(self.members)), [self._deserialise(payload) for payload in payloads]
+        singles = self._single[part]
+        return singles, [
+            {i: deserialise(payload[starts[i] : starts[i + 1] - 8]) for i in singles}
+            for payload, starts in zip(payloads, begins, strict=True)
+        ]
+
     def _payloads(self, part: int, buffer: Array) -> list[Payload]:
         """Return the members' payloads as views of ``buffer``."""
         if not self.fixed:
@@ -217,8 +247,14 @@ class BucketCodec:
         return payload
 
     def _serialise(self, out: Array) -> int:
-        end = 0
-        for payload in self._variable:
+        end, small = 0, self._varying
+        for i, payload in enumerate(self._variable):
+            if small is not None and i in small.taken:
+                run = small.written.get(i)  # of those from here on
+                if run is not None:
+                    out[end : end + run.size] = run
+                    end += run.size
+                continue
             length = serialise(payload, out[end + 8 :])
             out[end : end + 8].view(np.uint64)[0] = length
             end += 8 + length

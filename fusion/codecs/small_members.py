@@ -19,13 +19,10 @@ import numpy as np
 
 from ringlet.compressors import Context, PayloadError
 from ringlet.compressors.base.batched import (
-    ARRAYS,
-    LENGTH,
     SECOND,
     VALUES,
     Batched,
     address,
-    payload_row,
 )
 from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.context import State
@@ -137,33 +134,42 @@ class SmallMembers:
         if any(member.compressor != first.compressor for member in members):
             return None
         kernels = first.compressor.batched()
-        return None if kernels is None else cls(members, ranges, starts, kernels)
+        if kernels is None or kernels.varies:
+            return None
+        return cls(members, ranges, starts, kernels)
 
     def begin(self) -> None:
         """Forget where the arrays of the step before lay."""
         self._rows = self._outs = None
 
-    def encode(self, part: int, out: Array) -> None:
-        """Encode this rank's values of ``part`` into ``out``. Raises CompressionFailed."""
+    def encode(self, part: int, out: Array) -> Array:
+        """Encode this rank's values of ``part`` into ``out``. Raises CompressionFailed.
+
+        Returns the table of its payloads, which tells where they lie there.
+        """
         pieces, rows, table = self._pieces[part], self._part_rows(part), self._table(part, out)
         if self._inputs:
             self._call(self._kernels.encode_into, pieces, rows, table)
-            return
+            return table
         for a, b in self._groups[part]:
             rows[a:b, VALUES] = self._staged(pieces[a:b])
             self._call(self._kernels.encode_into, pieces[a:b], rows[a:b], table[a:b])
+        return table
 
     def decode_sum(self, part: int, payloads: Sequence[Array]) -> None:
         """Overwrite the outputs with the scaled sum of everybody's payloads, in rank order."""
-        self._decode(part, payloads, self._postscale, stage=1)
+        self.decode_tables(part, [self._table(part, payload) for payload in payloads])
+
+    def decode_tables(self, part: int, tables: Sequence[Array]) -> None:
+        """Do the same with payloads of which these tables tell. Raises CompressionFailed."""
+        self._decode(part, np.stack(tables), self._postscale, stage=1)
 
     def decode(self, part: int, payload: Array) -> None:
         """Overwrite the outputs of a shard."""
-        self._decode(part, [payload], 1.0, stage=2)
+        self._decode(part, self._table(part, payload)[None], 1.0, stage=2)
 
-    def _decode(self, part: int, payloads: Sequence[Array], scale: float, stage: int) -> None:
+    def _decode(self, part: int, tables: Array, scale: float, stage: int) -> None:
         pieces, rows = self._pieces[part], self._decode_rows(part, stage)
-        tables = np.stack([self._table(part, payload) for payload in payloads])
         decode = self._kernels.sum_into
         if self._outs is None:
             self._outs = _addresses([member.output for member in self._members])
@@ -194,14 +200,15 @@ class SmallMembers:
 
     def _lay_out(self, pieces: Sequence[_Piece], begins: Sequence[int]) -> Array:
         """Return the payloads' layout, with offsets from the beginning of a part."""
-        names, rows = self._kernels.names, []
+        kernels, rows = self._kernels, []
         for (member, start, stop), begin in zip(pieces, begins, strict=True):
             found, at = {}, begin
-            for name, dtype, elements in member.layout(stop - start):
+            layout = kernels.layout if kernels.varies else member.layout
+            for name, dtype, elements in layout(stop - start):
                 found[name] = at
                 at += padded(storage(dtype).itemsize * elements)
-            rows.append(payload_row(stop - start, [found[name] for name in names]))
-        return np.array(rows, np.uint64).reshape(len(rows), 1 + ARRAYS)
+            rows.append(kernels.payload_row(stop - start, [found[name] for name in kernels.names]))
+        return np.array(rows, np.uint64).reshape(len(rows), kernels.columns)
 
     def _table(self, part: int, buffer: Array) -> Array:
         """Return where the payloads of ``part`` lie, which are in ``buffer``."""
@@ -209,10 +216,8 @@ class SmallMembers:
             raise PayloadError(
                 f"a payload of {buffer.size} bytes is shorter than its {self._sizes[part]}"
             )
-        table, first = self._layouts[part].copy(), LENGTH + 1
-        table[:, first : first + len(self._kernels.names)] += np.uint64(
-            address(buffer, buffer.size)
-        )
+        table = self._layouts[part].copy()
+        table[:, self._kernels.placed] += np.uint64(address(buffer, buffer.size))
         return table
 
     def _part_rows(self, part: int) -> Array:
@@ -267,8 +272,9 @@ class SmallMembers:
             try:
                 rows[i] = self._kernels.row(0, stop - start, ctx)
             except BaseException as error:
-                encode, what = self._compressor.encode_into, member.described
-                raise CompressionFailed.of(self._compressor, encode, what, error) from error
+                compressor, what = self._compressor, member.described
+                encode = compressor.compress if self._kernels.varies else compressor.encode_into
+                raise CompressionFailed.of(compressor, encode, what, error) from error
         return rows
 
     def _room(self, pieces: Sequence[_Piece]) -> tuple[Array, Array]:

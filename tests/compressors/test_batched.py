@@ -147,6 +147,137 @@ def test_many_tensors_become_what_each_becomes_alone(spec, stage):
         assert one.tobytes() == other.tobytes()
 
 
+VARYING = [
+    "threshold(value=1.0)",
+    "threshold(value=0.5, cap=0.1) | ef",
+    "threshold(value=2.0) | ef(decay=0.5, dtype='bf16')",
+    "threshold(value=1.5, cap=0.05) | ef(dtype='int8', reset=2) | min_size(0)",
+    "threshold(value=1.0) | momentum_correction",
+    "threshold(value=1e39) | ef",
+    "topk_sampled(ratio=0.1, sample=0.2)",
+    "topk_sampled(ratio=0.3, sample=0.01) | ef",
+    "sidco(ratio=0.1) | ef",
+    "sidco(ratio=0.01, stages=1)",
+    "sidco(ratio=0.001, stages=8) | ef(decay=0.5)",
+    "sidco(ratio=1.0) | ef",
+    "lossless",
+    "lossless(dtype='fp32')",
+    "lossless | ef(decay=0.5)",
+]
+
+
+def room_for(batched, n):
+    return {part.name: np.empty(part.elements, part.dtype) for part in batched.layout(n)}
+
+
+def varied_together(batched, xs, around):
+    """Return the payloads of ``xs``, cut to the elements that the table tells of."""
+    rooms = [room_for(batched, x.size) for x in xs]
+    table = batched.table(rooms, [x.size for x in xs])
+    batched.encode_into([batched.values(x, c) for x, c in zip(xs, around, strict=True)], table)
+    return [
+        {name: room[name][:count] for name, count in zip(batched.names, row[2::2], strict=True)}
+        for room, row in zip(rooms, table.tolist(), strict=True)
+    ]
+
+
+def varied_both_ways(spec, steps):
+    """Return payloads, sums and memories of ``steps``, lists of tensors: together, and alone."""
+    c = parse(spec)
+    batched, ways = c.batched(), []
+    for together in (True, False):
+        states, sent, found = [{} for _ in steps[0]], [], []
+        for step, xs in enumerate(steps):
+            around = [
+                Context(name=f"w{i}", shape=x.shape, numel=x.size, state=state, step=step)
+                for i, (x, state) in enumerate(zip(xs, states, strict=True))
+            ]
+            with np.errstate(all="ignore"):
+                if together:
+                    sent.append(varied_together(batched, xs, around))
+                else:
+                    sent.append([c.compress(x, ctx) for x, ctx in zip(xs, around, strict=True)])
+            found += [(name, array) for each in sent[-1] for name, array in each.items()]
+        outs = [np.empty_like(x) for x in steps[0]]
+        if together:
+            tables = [batched.table(payloads, [x.size for x in outs]) for payloads in sent]
+            batched.sum_into([out.ctypes.data for out in outs], tables, 0.3)
+        else:
+            for i, out in enumerate(outs):
+                with np.errstate(all="ignore"):
+                    c.sum_into([payloads[i] for payloads in sent], out, around[i])
+                    out *= np.float32(0.3)
+        found += [("sum", out) for out in outs]
+        found += [(name, held) for state in states for name, held in sorted(state.items())]
+        ways.append([(name, array.dtype, array.tobytes()) for name, array in found])
+    return ways
+
+
+@pytest.mark.parametrize("spec", VARYING)
+def test_many_tensors_of_variable_payloads_become_what_each_becomes_alone(spec):
+    lengths = [*LENGTHS, 40_000]
+    steps = [[values(n, 10 * step + n) for n in lengths] for step in range(4)]
+    steps[1][2][5] = np.inf
+    together, alone = varied_both_ways(spec, steps)
+    assert together == alone
+
+
+small = st.lists(
+    hnp.arrays(
+        np.float32,
+        st.integers(1, 70),
+        elements=st.one_of(
+            st.floats(-3, 3, width=32), st.floats(width=32), st.sampled_from([0.0, -0.0, 1.0, -1.0])
+        ),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(spec=st.sampled_from(VARYING), xs=small)
+def test_payloads_of_variable_size_do_not_depend_on_company(spec, xs):
+    together, alone = varied_both_ways(spec, [xs, [x[::-1].copy() for x in xs]])
+    assert together == alone
+
+
+@settings(max_examples=100, deadline=None)
+@given(xs=small, value=st.sampled_from([0.5, 1.0, 2.5]))
+def test_what_a_threshold_sends_and_keeps_is_what_float64_says(xs, value):
+    batched = parse(f"threshold(value={value}) | ef").batched()
+    residuals = [np.full(x.size, 0.25, np.float32) for x in xs]
+    around = [
+        Context(name=str(i), numel=x.size, state={"residual": held.copy()})
+        for i, (x, held) in enumerate(zip(xs, residuals, strict=True))
+    ]
+    for x, ctx, sent in zip(xs, around, varied_together(batched, xs, around), strict=True):
+        with np.errstate(over="ignore"):
+            target = (x.astype(np.float64) + 0.25).astype(np.float32)
+        reaches = ~(np.abs(target) < value)
+        assert np.array_equal(sent["indices"], np.flatnonzero(reaches))
+        assert np.array_equal(sent["values"], target[reaches], equal_nan=True)
+        held = np.where(np.isfinite(target), np.where(reaches, 0, target), np.float32(0.25))
+        assert np.array_equal(ctx.state["residual"], held)
+
+
+def test_variable_payloads_that_make_no_sense_are_refused():
+    for spec in ("threshold(value=1.0)", "lossless"):
+        c, x = parse(spec), values(700, 1)
+        batched, payload = c.batched(), c.compress(x, Context(numel=700))
+        for name in batched.names:
+            if payload[name].size:
+                short = payload | {name: payload[name][:-1].copy()}
+                table = batched.table([short], [700])
+                with pytest.raises(PayloadError):
+                    batched.sum_into([np.empty(700, np.float32).ctypes.data], [table])
+    far = c.compress(x, Context(numel=700))
+    far["widths"][0] = 7
+    out, table = np.empty(700, np.float32), batched.table([far], [700])
+    with pytest.raises(PayloadError):
+        batched.sum_into([out.ctypes.data], [table])
+
+
 @pytest.mark.parametrize("spec", ["topk(ratio=0.3)", "topk(ratio=0.3) | ef"])
 def test_the_largest_are_found_where_a_sample_of_them_misleads(spec):
     """Of 40,000 every fourth is looked at first: these are too few, and some are not finite."""
@@ -188,13 +319,13 @@ def test_what_compresses_in_its_own_way_is_not_passed_over():
     assert Louder().batched() is None
     assert (Louder() | parse("ef")).batched() is None
     for spec in (
-        "topk_sampled",
-        "lossless",
         "topk | momentum_correction(clip=1.0)",
         "int8 | ef21",
         "maxnorm(stochastic=True) | hadamard",
         "int8 | hadamard | hadamard(block=64)",
-        "topk | sidco",
+        "topk | lossless",
+        "threshold | int8",
+        "sidco | hadamard",
         "qsgd | scaled",
     ):
         assert parse(spec).batched() is None

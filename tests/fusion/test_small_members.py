@@ -6,10 +6,10 @@ from counted_calls import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlet.compressors import parse
+from ringlet.compressors import PayloadError, parse
 from ringlet.fusion import CompressionFailed, Engine, Limits, Request
 from ringlet.fusion.buckets.bucket import SumBucket
-from ringlet.fusion.codecs import small_members
+from ringlet.fusion.codecs import small_members, varying_members
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
 from ringlet.fusion.codecs.small_members import MOST
 from ringlet.fusion.devices.host import Place
@@ -23,14 +23,22 @@ LENGTHS = [1030, 3, 700, 2049, MOST + 5, 512]
 PARTS = 3
 
 
-def members(rank, dtype="float32", spec="int8 | ef | min_size(0)", lengths=LENGTHS, **asked):
+def members(
+    rank,
+    dtype="float32",
+    spec="int8 | ef | min_size(0)",
+    lengths=LENGTHS,
+    however_small=False,
+    **asked,
+):
     """Return members of ``dtype``, or of several in turn, which take gradients of the rank."""
     dtypes = [dtype] if isinstance(dtype, str) else dtype
     found, place = [], Place()
     for i, n in enumerate(lengths):
         kind = dtypes[i % len(dtypes)]
         request = Request(f"w{i}", shape=(n,), spec=spec, dtype=kind, **asked)
-        found.append(Member(request, parse(spec), rank, PARTS, 0, place))
+        given = request, parse(spec), rank, PARTS, 0, place
+        found.append(Member(*given, however_small=however_small))
         x = gradient(rank, i, n, kind)
         found[-1].take(x, x)
     return found
@@ -149,6 +157,77 @@ def test_payloads_do_not_depend_on_company(spec, parts, lengths, dtypes, prescal
                 member.count()
 
 
+VARYING = [
+    "threshold(value=1.0) | ef | min_size(0)",
+    "threshold(value=0.5, cap=0.1) | ef(dtype='bf16') | min_size(0)",
+    "topk_sampled(ratio=0.1, sample=0.1) | ef | min_size(0)",
+    "sidco(ratio=0.1) | momentum_correction | min_size(0)",
+    "lossless | min_size(0)",
+    "lossless(dtype='fp32') | min_size(0)",
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spec=st.sampled_from(VARYING),
+    lengths=st.lists(st.sampled_from([0, 1, 3, 200, 513, MOST + 1]), min_size=2, max_size=6),
+    dtypes=st.lists(
+        st.sampled_from(["float32", "float16", "bfloat16", "float64"]), min_size=1, max_size=3
+    ),
+    prescale=st.sampled_from([1.0, 0.3]),
+    run=st.sampled_from([1, 600, 1 << 17]),
+)
+def test_payloads_of_variable_size_do_not_depend_on_company(spec, lengths, dtypes, prescale, run):
+    def groups():
+        asked = dtypes, spec, lengths, True
+        return [members(rank, *asked, prescale=prescale) for rank in range(PARTS)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varying_members, "_RUN", run)
+        together, alone = groups(), groups()
+        for _ in range(3):
+            shared = reduced(together, 1)
+            apart = [reduced([[g[i]] for g in alone], 1) for i in range(len(lengths))]
+            assert shared == [b"".join(pieces) for pieces in zip(*apart, strict=True)]
+            assert left(together) == left(alone)
+            for member in [member for group in together + alone for member in group]:
+                member.count()
+
+
+@pytest.mark.parametrize("spec", VARYING[::4])
+def test_other_bytes_are_told_of_as_a_tensor_alone_tells_of_them(spec):
+    """Every byte of a payload is spoilt in turn; what still makes sense decodes to the same."""
+    told = []
+    for way in (lambda codec: codec, alone_again):
+        codec = way(BucketCodec(members(0, spec=spec, lengths=[40, 600, 7]), 1))
+        codec.prepare()
+        sent = np.zeros(codec.capacity(0), np.uint8)
+        codec.encode_into(0, sent)
+        heads = [*range(100), *range(len(sent) // 2, len(sent) // 2 + 60), len(sent) - 1]
+        for place in heads:
+            spoilt = sent.copy()
+            spoilt[place] ^= 0x81
+            try:
+                codec.decode_sum_into(0, [sent, spoilt])
+                told.append([member.output.tobytes() for member in codec.members])
+            except (CompressionFailed, PayloadError, ValueError) as error:
+                told.append(str(error))
+        for stop in (0, 3, 9, 40, len(sent) - 1):
+            try:
+                codec.decode_sum_into(0, [sent, sent[:stop]])
+                told.append("decoded")
+            except (CompressionFailed, PayloadError, ValueError) as error:
+                told.append(str(error))
+    assert told[: len(told) // 2] == told[len(told) // 2 :]
+    assert len({*map(str, told)}) > 3
+
+
+def alone_again(codec):
+    """Return a codec whose members have calls of their own."""
+    codec._varying, codec._single = None, [range(len(codec.members))]
+    return codec
+
+
 def test_what_replaces_a_residual_is_used_in_the_next_step():
     together, alone = ([members(rank) for rank in range(PARTS)] for _ in range(2))
     codecs = [BucketCodec(group, 1) for group in together]
@@ -234,6 +313,9 @@ CODECS = ("int8", "onebit", "topk", "fp8", "mxfp4", "nvfp4", "block_topk")
         ("int8 | ef(dtype='bf16')", 7),
         ("int8 | ef(dtype='int8')", 9),  # which remembers two arrays
         ("topk | momentum_correction", 9),
+        ("threshold | ef", 12),
+        ("sidco | ef", 12),
+        ("lossless", 12),
     ],
 )
 def test_a_small_tensor_more_costs_few_calls_a_step(spec, most):

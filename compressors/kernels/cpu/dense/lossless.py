@@ -10,9 +10,14 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import carray, njit, types
 
-from ringlet.compressors.kernels.cpu.common.intrinsics import bits_f32, f32_bits, f32_to_bf16
+from ringlet.compressors.kernels.cpu.common.intrinsics import (
+    bits_f32,
+    f32_bits,
+    f32_to_bf16,
+    pointer,
+)
 from ringlet.ring.jit import jit
 
 BLOCK = 512
@@ -147,6 +152,82 @@ def decoder(exact: bool, add: bool) -> Any:
                     target[i] = bits_f32(bits)
 
     return decode
+
+
+@cache
+def encode_placed(exact: bool) -> Any:
+    """Return what codes one of many tensors, for ``common.batched.batch_encoder``; no options.
+
+    A payload's row tells of tops, widths, counts, codes, spares, mantissas, and of rests if exact.
+    """
+    survey, encode = surveyor(exact), encoder(exact)
+
+    @njit(nogil=True)
+    def encode_one(
+        x: Any, residual: Any, decay: Any, key: Any, start: Any, row: Any, options: Any
+    ) -> None:
+        n, blocks = x.size, (x.size + BLOCK - 1) // BLOCK
+        tops = carray(pointer(row[1]), blocks, np.uint8)
+        widths = carray(pointer(row[3]), blocks, np.uint8)
+        counts = carray(pointer(row[5]), blocks, np.uint16)
+        survey(x, tops, widths, counts)
+        places, apart = _begins(widths, _LANES), _begins(counts, 1)
+        codes = carray(pointer(row[7]), places[blocks], np.uint8)
+        spares = carray(pointer(row[9]), apart[blocks], np.uint8)
+        mantissas = carray(pointer(row[11]), n, np.uint8)
+        rests = carray(pointer(row[13 if exact else 11]), n if exact else 0, np.uint16)
+        encode(x, tops, widths, places, apart, codes, spares, mantissas, rests)
+        row[2] = row[4] = row[6] = types.uint64(blocks)
+        row[8], row[10] = types.uint64(codes.size), types.uint64(spares.size)
+        row[12] = types.uint64(n)
+        if exact:
+            row[14] = types.uint64(n)
+
+    return encode_one
+
+
+@cache
+def decode_placed(exact: bool) -> Any:
+    """Return what decodes one, for ``common.batched.batch_decoder``; False if it makes no sense."""
+    write, add_to = decoder(exact, False), decoder(exact, True)
+
+    @njit(nogil=True)
+    def decode_one(row: Any, add: bool, out: Any, options: Any) -> Any:
+        n, blocks = out.size, (out.size + BLOCK - 1) // BLOCK
+        for column in (2, 4, 6):
+            if row[column] != blocks:
+                return False
+        if row[12] != n or (exact and row[14] != n):
+            return False
+        tops = carray(pointer(row[1]), blocks, np.uint8)
+        widths = carray(pointer(row[3]), blocks, np.uint8)
+        for b in range(blocks):
+            if widths[b] > 8 or widths[b] == 1 or widths[b] == 6 or widths[b] == 7:
+                return False
+        places = _begins(widths, _LANES)
+        apart = _begins(carray(pointer(row[5]), blocks, np.uint16), 1)
+        if places[blocks] != row[8] or apart[blocks] != row[10]:
+            return False
+        codes = carray(pointer(row[7]), places[blocks], np.uint8)
+        spares = carray(pointer(row[9]), apart[blocks], np.uint8)
+        mantissas = carray(pointer(row[11]), n, np.uint8)
+        rests = carray(pointer(row[13 if exact else 11]), n if exact else 0, np.uint16)
+        if add:
+            add_to(tops, widths, places, apart, codes, spares, mantissas, rests, out)
+        else:
+            write(tops, widths, places, apart, codes, spares, mantissas, rests, out)
+        return True
+
+    return decode_one
+
+
+@njit(nogil=True)
+def _begins(sizes: Any, unit: int) -> Any:
+    """Return where each of several pieces begins, and the end of the last."""
+    begins = np.zeros(sizes.size + 1, np.int64)
+    for b in range(sizes.size):
+        begins[b + 1] = begins[b] + types.int64(sizes[b]) * unit
+    return begins
 
 
 @jit
