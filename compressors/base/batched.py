@@ -37,13 +37,13 @@ class RowMemory(NamedTuple):
     """An array of a context's state of which rows tell.
 
     ``of(n, ctx)`` returns what ``n`` elements have of it, or None in a stage that has none; that is
-    ``width`` bytes for each ``block`` of elements. ``key`` names the entry of the state in which
-    ``of`` finds it, where nothing else decides about that: it need not be asked again while the
-    state has the same array.
+    ``width`` bytes for each ``block`` of elements. ``keys`` name the entries of the state in which
+    ``of`` may find it, where nothing else but the stage decides about that: it need not be asked
+    again while the state has the same arrays.
     """
 
     of: Callable[[int, Context], Array | None]
-    key: str = ""
+    keys: tuple[str, ...] = ()
     width: int = 4
     block: int = 1
 
@@ -51,6 +51,24 @@ class RowMemory(NamedTuple):
         """Return where it lies; 0 where there is none."""
         held = self.of(n, ctx)
         return 0 if held is None else address(held, -(-n // self.block))
+
+
+class Finishing(NamedTuple):
+    """What ``Compressor.finish`` does with what is combined, for many tensors a call.
+
+    ``finish(rows, lengths, received, sent)`` is given a row of ``row`` for each, how many elements
+    it has (uint64), and where two arrays (float32) lie, both of which it may change. In stage 1
+    these are the combined result, and what this rank's own payload decodes to; in stage 2, at the
+    owner of a shard, what the sum's payload decodes to, and the sum. ``memories`` are two.
+    """
+
+    memories: tuple[RowMemory, ...]
+    finish: Callable[[Array, Array, Array, Array], None]
+
+    def row(self, n: int, ctx: Context) -> Row:
+        """Return a tensor's row: where memories lie."""
+        first, second = (memory.place(n, ctx) for memory in self.memories)
+        return 0, first, 0, 0, second
 
 
 class Batched(NamedTuple):
@@ -69,6 +87,9 @@ class Batched(NamedTuple):
     as many as there are: where it lies, and how many elements it has. ``encode`` fills in the
     latter, and there is room for as many as ``layout`` says, which is the most.
 
+    Where there is ``finishing``, it does what the compressor's ``finish`` does, of tensors that
+    these kernels have encoded, and those of a shard.
+
     A row for a whole tensor serves its pieces too, at the granularity that traits promise: what
     begins ``n`` elements later has its values, its memories and its offset ``n`` elements later.
     """
@@ -85,6 +106,7 @@ class Batched(NamedTuple):
     key: Key = own_key
     keyed: bool = False
     varies: bool = False
+    finishing: Finishing | None = None
 
     def table(self, payloads: Sequence[Payload], lengths: Sequence[int]) -> Array:
         """Return where payloads of so many elements lie; of use as long as they are there.

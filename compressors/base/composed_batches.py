@@ -106,6 +106,27 @@ def with_momentum(kernels: Batched, momentum: float, masking: bool) -> Kernel:
     return encode_advanced
 
 
+def changes(kernels: Batched) -> Kernel:
+    """Return ``encode_fed`` of a ``Batched`` for EF21, which encodes what has changed.
+
+    The residual is what is known of the values; a second memory is added to these.
+    """
+    from ringlet.compressors.kernels.cpu.modifiers import state_updates
+
+    def encode_changes(tensors: Array, payloads: Array, decay: np.float32) -> None:
+        for rows in runs(payloads[:, LENGTH]):
+            own, sent = tensors[rows], payloads[rows]
+            starts, total = _laid_out(sent[:, LENGTH])
+            difference = np.empty(total, np.float32)
+            plain = own.copy()
+            plain[:, VALUES] = addresses(difference, starts)
+            plain[:, RESIDUAL] = plain[:, SECOND] = 0
+            state_updates.differ_many(own, sent, plain[:, VALUES])
+            kernels.encode(plain, sent, _ONE)
+
+    return encode_changes
+
+
 def rotated(kernels: Batched, block: int, key: Key) -> Batched:
     """Return the kernels of a compressor behind a Hadamard rotation, whose signs ``key`` draws.
 

@@ -77,6 +77,10 @@ def precompile_batched(compressor: Compressor, x: Array, payload: Payload, ctx: 
             row = kernels.values(x, dataclasses.replace(ctx, stage=stage))
             kernels.encode_into([row], table)
         kernels.sum_into([row[0]], [table], rows=[kernels.decode_row(x.size, ctx)])
+        if kernels.finishing is not None:
+            rows = np.array([kernels.finishing.row(x.size, ctx)], np.uint64)
+            places = np.array([row[0]], np.uint64)
+            kernels.finishing.finish(rows, np.array([x.size], np.uint64), places, places)
 
 
 def precompile_many(compressor: Compressor, payload: Payload, ctx: Context) -> None:

@@ -191,11 +191,11 @@ class ErrorFeedback(Modifier):
         fed, store = inner.encode_fed or fed_back(inner), self.store
         memories: tuple[RowMemory, ...]
         if store is None:
-            memories = (RowMemory(self._lent, "residual"),)
+            memories = (RowMemory(self._lent, ("residual",)),)
         else:
             memories, fed = store.memories(self._lent_part), narrowed(fed, *store.widening())
         if self.reset:  # the step decides, too
-            memories = tuple(memory._replace(key="") for memory in memories)
+            memories = tuple(memory._replace(keys=()) for memory in memories)
         return inner._replace(encode_fed=fed, memories=memories, decay=self.decay)
 
     def batched_rounds(self) -> BatchedRounds | None:

@@ -11,7 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ringlet.compressors.base.contract import Compressor, Payload, Traits
+from ringlet.compressors.base.batched import Batched, Finishing, RowMemory
+from ringlet.compressors.base.composed_batches import changes
+from ringlet.compressors.base.contract import Compressor, Payload, Traits, keeps
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import SECOND_STAGE, Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
@@ -111,6 +113,23 @@ class EF21(Modifier):
                 commit(sent, x, total, known, at)
                 ctx.workspace.back(x)
 
+    def batched(self) -> Batched | None:
+        """The wrapped compressor's kernels, with what is remembered."""
+        own = keeps(
+            self, EF21, "compress", "encode_into", "finish", "_difference", "_sent", "_decoded"
+        ) and keeps(self, Modifier, "decompress", "sum_into")
+        inner = self.wrapped_compressor.batched() if own else None
+        if inner is None or inner.memories:
+            return None
+        from ringlet.compressors.kernels.cpu.modifiers.state_updates import commit_many
+
+        ends = RowMemory(_own, ("worker", "sum")), RowMemory(_followed, ("server", "known"))
+        return inner._replace(
+            encode_fed=changes(inner),
+            memories=(RowMemory(_known, ("worker", "known")), RowMemory(_total, ("sum",))),
+            finishing=Finishing(ends, commit_many),
+        )
+
     def _difference(self, x: Array, ctx: Context) -> Array:
         """Return x - g; the second stage of a reduction compresses a sum of what was sent."""
         difference = ctx.workspace.array("ef21", x.size)
@@ -138,6 +157,26 @@ class EF21(Modifier):
         for array in payload.values():
             ctx.workspace.back(array)
         return sent
+
+
+def _known(n: int, ctx: Context) -> Array:
+    """Return g, or what others know of a shard's sum."""
+    return remembered("worker" if ctx.stage == 1 else "known", n, ctx)
+
+
+def _total(n: int, ctx: Context) -> Array | None:
+    """Return a shard's sum."""
+    return None if ctx.stage == 1 else remembered("sum", n, ctx)
+
+
+def _own(n: int, ctx: Context) -> Array:
+    """Return what a rank knows alone: its g, or a shard's sum."""
+    return remembered("worker" if ctx.stage == 1 else "sum", n, ctx)
+
+
+def _followed(n: int, ctx: Context) -> Array:
+    """Return what all ranks know: the mean of all g, or what was sent of a shard's sum."""
+    return remembered("server" if ctx.stage == 1 else "known", n, ctx)
 
 
 def _lent_copy(array: Array, ctx: Context) -> Array:

@@ -26,7 +26,7 @@ class MinSize(Modifier):
 
     def batched(self) -> Batched | None:
         """The wrapped compressor's kernels."""
-        own = keeps(self, Modifier, "compress", "encode_into", "decompress", "sum_into")
+        own = keeps(self, Modifier, "compress", "encode_into", "decompress", "sum_into", "finish")
         return self.wrapped_compressor.batched() if own else None
 
     def batched_rounds(self) -> BatchedRounds | None:

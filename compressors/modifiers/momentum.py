@@ -97,7 +97,7 @@ class MomentumCorrection(Modifier):
             return None
         return inner._replace(
             encode_fed=with_momentum(inner, self.momentum, self._masks()),
-            memories=(RowMemory(partial(remembered, "v"), "v"), RowMemory(_momentum, "u")),
+            memories=(RowMemory(partial(remembered, "v"), ("v",)), RowMemory(_momentum, ("u",))),
         )
 
     def _advanced(self, x: Array, ctx: Context) -> Array:

@@ -70,7 +70,7 @@ class Store(Bucketed):
     def memories(self, of: Callable[[str, int, Context], Array | None]) -> tuple[RowMemory, ...]:
         """Return what rows of many tensors tell; ``of(name, n, ctx)`` returns a payload's array."""
         return tuple(
-            RowMemory(partial(of, name), key, np.dtype(dtype).itemsize, self.granule // step)
+            RowMemory(partial(of, name), (key,), np.dtype(dtype).itemsize, self.granule // step)
             for (name, (key, dtype)), step in zip(
                 self.held.items(), self.strides().values(), strict=True
             )

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -213,8 +213,10 @@ class Bucket(ABC):
         failure: Exception | None = None
         self.fatal = True
         try:
+            seen = self._finish_together()
             for member in self._finishing:
-                member.see()
+                if member not in seen:
+                    member.see()
         except Exception as error:
             failure = error
         if self.place.ordered:
@@ -222,6 +224,10 @@ class Bucket(ABC):
                 raise failure
             return
         yield from agree(track.lane(self.lanes), failure, "could not finish a result")
+
+    def _finish_together(self) -> Collection[Member]:
+        """Let kernels for many tensors see combined results; return the members whose they saw."""
+        return ()
 
     def _make_up(self) -> None:
         """Let means be of the contributors alone, behind what compressors remember of them."""
@@ -305,6 +311,9 @@ class SumBucket(Bucket):
         """Return the elements of each member's payload."""
         return [float(span.stop - span.start) for _, _, span in self._slots]
 
+    def _finish_together(self) -> Collection[Member]:
+        return () if self._small is None else {*self._small.finish()}
+
     def _allocate(self) -> None:
         self._buffer = self._lease.allocate(self._nbytes).view(storage(self._dtype))
 
@@ -367,6 +376,9 @@ class CompressedBucket(Bucket):
     def shares(self) -> list[float]:
         """Return the bytes of each member's payload, in this step."""
         return self.codec.member_bytes()
+
+    def _finish_together(self) -> Collection[Member]:
+        return self.codec.finish()
 
     def encode_nothing(self, error: Exception) -> int:
         """Send a message of the payload's size that no rank takes for one."""

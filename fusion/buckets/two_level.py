@@ -207,8 +207,10 @@ class _ShardCodec(BucketCodec):
             self._see()
 
     def _see(self) -> None:
+        seen = self.finish()
         for member in self.members:
-            member.see()
+            if member not in seen:
+                member.see()
 
 
 def _parts_between(member: Member, hosts: int) -> int:

@@ -162,6 +162,10 @@ class BucketCodec:
         if self._small is not None:
             self._small.decode(part, payload)
 
+    def finish(self) -> set[Member]:
+        """Let kernels see the combined results; return the members whose they saw."""
+        return {m for some in (self._small, self._varying) if some for m in some.finish()}
+
     # -- inside -------------------------------------------------------------------------------
 
     def _sum(self, i: int, part: int, payloads: Sequence[Payload], fresh: bool = False) -> Array:

@@ -12,6 +12,7 @@ offsets from the beginning of a part, to which a step adds the address of its bu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
 
@@ -19,10 +20,14 @@ import numpy as np
 
 from ringlet.compressors import Context, PayloadError
 from ringlet.compressors.base.batched import (
+    LENGTH,
     SECOND,
     VALUES,
     Batched,
+    Finishing,
     address,
+    addresses,
+    starts_of,
 )
 from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.context import State
@@ -64,12 +69,26 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, rows: Array, contexts: Sequence[Context], keys: Sequence[str]) -> Self:
-        """Return rows that tell of what states have under ``keys``."""
-        return cls(rows, [(c.state, key, c.state.get(key)) for key in keys for c in contexts])
+        """Return rows that tell of what states have under some of ``keys``."""
+        held = [(c.state, key, c.state.get(key)) for key in keys for c in contexts]
+        return cls(rows, [each for each in held if each[2] is not None])
 
     def still(self) -> bool:
         """Whether the states have what they had."""
-        return all(state.get(key) is array for state, key, array in self.held)
+        for state, key, array in self.held:  # noqa: SIM110 (a generator costs a call for each)
+            if state.get(key) is not array:
+                return False
+        return True
+
+
+class _Sent(NamedTuple):
+    """What was encoded of a part, decoded again: what ``finish`` is told. In stage 2 the sum too.
+
+    Both are lent, and values lie piece after piece.
+    """
+
+    decoded: Array
+    total: Array | None
 
 
 class SmallMembers:
@@ -116,7 +135,8 @@ class SmallMembers:
         self._sizes = [begins[-1] for begins in starts]  # bytes of a part
         self._groups = [_grouped(pieces) for pieces in self._pieces]  # staged together
         self._rows: Array | None = None  # of whole members, in this step
-        self._kept: dict[tuple[int, int], _Kept] = {}  # by part and stage
+        self._kept: dict[tuple[int, int, bool], _Kept] = {}  # by part, stage, whether to finish
+        self._sent: dict[tuple[int, int], _Sent] = {}  # by part and stage, where there is finish()
         self._inputs: list[int] = []  # addresses of inputs; empty: they are staged
         self._outs: list[int] | None = None  # of outputs, where it is known; empty as above
 
@@ -141,6 +161,7 @@ class SmallMembers:
     def begin(self) -> None:
         """Forget where the arrays of the step before lay."""
         self._rows = self._outs = None
+        self._forget_sent()
 
     def encode(self, part: int, out: Array) -> Array:
         """Encode this rank's values of ``part`` into ``out``. Raises CompressionFailed.
@@ -150,10 +171,12 @@ class SmallMembers:
         pieces, rows, table = self._pieces[part], self._part_rows(part), self._table(part, out)
         if self._inputs:
             self._call(self._kernels.encode_into, pieces, rows, table)
-            return table
-        for a, b in self._groups[part]:
-            rows[a:b, VALUES] = self._staged(pieces[a:b])
-            self._call(self._kernels.encode_into, pieces[a:b], rows[a:b], table[a:b])
+        else:
+            for a, b in self._groups[part]:
+                rows[a:b, VALUES] = self._staged(pieces[a:b])
+                self._call(self._kernels.encode_into, pieces[a:b], rows[a:b], table[a:b])
+        if self._kernels.finishing is not None:
+            self._note_sent(part, 1, table)
         return table
 
     def decode_sum(self, part: int, payloads: Sequence[Array]) -> None:
@@ -170,13 +193,9 @@ class SmallMembers:
 
     def _decode(self, part: int, tables: Array, scale: float, stage: int) -> None:
         pieces, rows = self._pieces[part], self._decode_rows(part, stage)
-        decode = self._kernels.sum_into
-        if self._outs is None:
-            self._outs = _addresses([member.output for member in self._members])
-        if self._outs:
-            outs = np.array(self._outs, np.uint64)[self._owners[part]]
-            outs += self._before[part] * _FLOAT
-            self._call(decode, pieces, outs, tables, scale, rows)
+        decode, found = self._kernels.sum_into, self._outputs(part)
+        if found is not None:
+            self._call(decode, pieces, found, tables, scale, rows)
             return
         for a, b in self._groups[part]:
             room, outs = self._room(pieces[a:b])
@@ -188,13 +207,40 @@ class SmallMembers:
         pieces, table = self._pieces[part], self._table(part, out)
         tables = np.stack([self._table(part, payload) for payload in payloads])
         drawn, rows = self._decode_rows(part, 1), self._rows_of(pieces, [], part, self._parts, 2)
+        sums = []  # where ``finish`` is told of them
         for a, b in self._groups[part]:
-            given, (_, outs) = pieces[a:b], self._room(pieces[a:b])
+            given, (room, outs) = pieces[a:b], self._room(pieces[a:b])
             self._call(
                 self._kernels.sum_into, given, outs, tables[:, a:b], self._postscale, drawn[a:b]
             )
             rows[a:b, VALUES] = outs
             self._call(self._kernels.encode_into, given, rows[a:b], table[a:b])
+            if self._kernels.finishing is not None:
+                sums.append(room.copy())
+        if sums:
+            self._note_sent(part, 2, table, sums)
+
+    def finish(self) -> Sequence[Member]:
+        """Let kernels see the combined results, and what was sent; return the members they saw."""
+        finishing = self._kernels.finishing
+        if finishing is None or not self._sent:
+            return []
+        for (part, stage), (decoded, total) in sorted(self._sent.items(), key=_stage):
+            pieces, lengths = self._pieces[part], self._lengths(part)
+            rows, sent = self._finishing_rows(part, stage), addresses(decoded, starts_of(lengths))
+            finish = partial(self._call, finishing.finish)
+            if total is not None:
+                finish(pieces, rows, lengths, sent, addresses(total, starts_of(lengths)))
+            elif (outs := self._outputs(part)) is not None:
+                finish(pieces, rows, lengths, outs, sent)
+            else:
+                for a, b in self._groups[part]:
+                    room, outs = self._room(pieces[a:b])
+                    self._widen(pieces[a:b], room)
+                    finish(pieces[a:b], rows[a:b], lengths[a:b], outs, sent[a:b])
+                    self._deliver(room, pieces[a:b], 1.0)
+        self._forget_sent()
+        return self._members
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -239,42 +285,108 @@ class SmallMembers:
         ]
         return np.array(rows, np.uint64).reshape(len(rows), _COLUMNS)
 
+    def _outputs(self, part: int) -> Array | None:
+        """Return the addresses of the outputs of a part's pieces; None: they are staged."""
+        if self._outs is None:
+            self._outs = _addresses([member.output for member in self._members])
+        if not self._outs:
+            return None
+        outs: Array = np.array(self._outs, np.uint64)[self._owners[part]]
+        outs += self._before[part] * _FLOAT
+        return outs
+
+    def _lengths(self, part: int) -> Array:
+        """Return how many elements a part's pieces have."""
+        return self._layouts[part][:, LENGTH]
+
+    def _note_sent(
+        self, part: int, stage: int, table: Array, sums: Sequence[Array] | None = None
+    ) -> None:
+        """Decode what was encoded, and keep it until the end of the step."""
+        pieces, lengths = self._pieces[part], self._lengths(part)
+        if not pieces:
+            return
+        decoded = self._workspace.lend(int(lengths.sum()))
+        outs, rows = addresses(decoded, starts_of(lengths)), self._decode_rows(part, stage)
+        self._call(self._kernels.sum_into, pieces, outs, table[None], 1.0, rows)
+        total = None
+        if sums is not None:
+            total = self._workspace.lend(decoded.size)
+            np.concatenate(sums, out=total)
+        self._sent[part, stage] = _Sent(decoded, total)
+
+    def _forget_sent(self) -> None:
+        for arrays in self._sent.values():
+            for array in arrays:
+                if array is not None:
+                    self._workspace.back(array)
+        self._sent.clear()
+
+    def _finishing_rows(self, part: int, stage: int) -> Array:
+        """Return the rows of a part's pieces for ``finish``."""
+        finishing, key = self._kernels.finishing, (part, stage, True)
+        assert finishing is not None, "what was sent is kept for it"
+        kept = self._kept.get(key)
+        if kept is None or not kept.still():
+            pieces = self._pieces[part]
+            contexts = [member.context(part, self._parts, stage) for member, _, _ in pieces]
+            rows = self._asked(pieces, contexts, finishing, self._compressor.finish)
+            keys = [key for memory in finishing.memories for key in memory.keys]
+            kept = self._kept[key] = _Kept.of(rows, contexts, keys)
+        return kept.rows
+
+    def _widen(self, pieces: Sequence[_Piece], room: Array) -> None:
+        """Bring the outputs of ``pieces`` into scratch."""
+        start = 0
+        for piece in pieces:
+            stop, own = start + piece.stop - piece.start, piece.member.output_dtype
+            room[start:stop] = to_float32(piece.output(), own, self._workspace)
+            start = stop
+
     def _rows_of(
         self,
         pieces: Sequence[_Piece],
-        addresses: Sequence[int],
+        places: Sequence[int],
         part: int,
         parts: int,
         stage: int,
     ) -> Array:
-        """Return the rows of ``pieces``, of one part; values lie at ``addresses``, or none.
+        """Return the rows of ``pieces``, of one part; values lie at ``places``, or none.
 
         Raises CompressionFailed, which names the tensor.
         """
-        kernels, key = self._kernels, (part, stage)
+        kernels, key = self._kernels, (part, stage, False)
         if not kernels.asks:
             rows = np.zeros((len(pieces), _COLUMNS), np.uint64)
         elif (kept := self._kept.get(key)) is not None and kept.still():
             rows = kept.rows.copy()
         else:
             contexts = [member.context(part, parts, stage) for member, _, _ in pieces]
-            rows = self._asked(pieces, contexts)
-            keys = [memory.key for memory in kernels.memories]
-            if all(keys) and not kernels.draws:
+            compressor = self._compressor
+            encode = compressor.compress if kernels.varies else compressor.encode_into
+            rows = self._asked(pieces, contexts, kernels, encode)
+            if all(memory.keys for memory in kernels.memories) and not kernels.draws:
+                keys = [key for memory in kernels.memories for key in memory.keys]
                 self._kept[key] = _Kept.of(rows.copy(), contexts, keys)
-        rows[:, VALUES] = addresses or 0
+        rows[:, VALUES] = places or 0
         return rows
 
-    def _asked(self, pieces: Sequence[_Piece], contexts: Sequence[Context]) -> Array:
-        """Return rows with what kernels remember of each piece, and draw for it."""
+    def _asked(
+        self,
+        pieces: Sequence[_Piece],
+        contexts: Sequence[Context],
+        kernels: Batched | Finishing,
+        method: Callable[..., Any],
+    ) -> Array:
+        """Return rows with what kernels, in the place of ``method``, remember of each piece."""
         rows = np.zeros((len(pieces), _COLUMNS), np.uint64)
+        row = kernels.row if isinstance(kernels, Finishing) else partial(kernels.row, 0)
         for i, ((member, start, stop), ctx) in enumerate(zip(pieces, contexts, strict=True)):
             try:
-                rows[i] = self._kernels.row(0, stop - start, ctx)
+                rows[i] = row(stop - start, ctx)
             except BaseException as error:
-                compressor, what = self._compressor, member.described
-                encode = compressor.compress if self._kernels.varies else compressor.encode_into
-                raise CompressionFailed.of(compressor, encode, what, error) from error
+                what = member.described
+                raise CompressionFailed.of(self._compressor, method, what, error) from error
         return rows
 
     def _room(self, pieces: Sequence[_Piece]) -> tuple[Array, Array]:
@@ -286,17 +398,17 @@ class SmallMembers:
 
     def _staged(self, pieces: Sequence[_Piece]) -> Array:
         """Bring the inputs of ``pieces``, prescaled, into scratch; return their addresses."""
-        room, addresses = self._room(pieces)
+        room, places = self._room(pieces)
         dtype, inputs = pieces[0].member.request.dtype, [piece.input() for piece in pieces]
         if dtype in _HALVES:
             joined = self._workspace.array("small16", room.size, inputs[0].dtype)
             np.concatenate(inputs, out=joined)
             to_float32(joined, dtype, self._workspace, "small", self._prescale)
-            return addresses
+            return places
         np.concatenate(inputs, out=room, casting="same_kind")
         if self._prescale != 1.0:
             np.multiply(room, np.float32(self._prescale), out=room)
-        return addresses
+        return places
 
     def _deliver(self, room: Array, pieces: Sequence[_Piece], factor: float) -> None:
         """Write ``factor`` times the values of ``pieces`` to their outputs."""
@@ -326,6 +438,10 @@ class SmallMembers:
 
 
 _FLOAT32 = np.dtype(np.float32)
+
+
+def _stage(sent: tuple[tuple[int, int], _Sent]) -> int:
+    return sent[0][1]
 
 
 def _addresses(arrays: Sequence[Array]) -> list[int]:

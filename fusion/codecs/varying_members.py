@@ -104,6 +104,10 @@ class VaryingMembers:
                 return None
         return found
 
+    def finish(self) -> list[Member]:
+        """Let kernels see the combined results; return the members whose they saw."""
+        return [member for run in self._runs for member in run.small.finish()]
+
 
 def _runs(members: Sequence[Member]) -> list[tuple[int, int]]:
     """Return where members begin and end that stand together and are small."""

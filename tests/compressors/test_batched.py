@@ -18,7 +18,7 @@ from ringlet.compressors import (
 )
 from ringlet.compressors.base.batched import Exchanged, addresses, starts_of
 from ringlet.compressors.base.chain import Chain
-from ringlet.compressors.base.contract import empty_payload
+from ringlet.compressors.base.contract import empty_payload, encoded
 from ringlet.compressors.base.norms import clip
 from ringlet.compressors.kernels.cpu.common import norms
 
@@ -320,7 +320,6 @@ def test_what_compresses_in_its_own_way_is_not_passed_over():
     assert (Louder() | parse("ef")).batched() is None
     for spec in (
         "topk | momentum_correction(clip=1.0)",
-        "int8 | ef21",
         "maxnorm(stochastic=True) | hadamard",
         "int8 | hadamard | hadamard(block=64)",
         "topk | lossless",
@@ -504,3 +503,68 @@ def test_values_are_clipped_at_root_mean_squares_in_float64(x, times):
     most = times * np.sqrt(np.mean(exact**2))
     close = np.maximum(np.abs(np.clip(exact, -most, most)) * 2.0**-22, 1e-45)
     assert (np.abs(out - np.clip(exact, -most, most)) <= close).all()
+
+
+EF21S = ["int8(bucket=32) | ef21", "topk(ratio=0.3) | ef21", "threshold(value=0.5) | ef21",
+         "topk(ratio=0.3) | int8 | ef21 | min_size(0)", "topk(ratio=1.0) | ef21"]  # fmt: skip
+
+
+def followed_both_ways(spec, steps):
+    """Return what one rank sends in each step, its results, and what it remembers, both ways."""
+    c = parse(spec)
+    batched, ways = c.batched(), []
+    for together in (True, False):
+        states, found = [{} for _ in steps[0]], []
+        for step, xs in enumerate(steps):
+            around = [
+                Context(name=f"w{i}", numel=x.size, state=state, step=step)
+                for i, (x, state) in enumerate(zip(xs, states, strict=True))
+            ]
+            outs, lengths = [np.empty_like(x) for x in xs], [x.size for x in xs]
+            if together:
+                sent = varied_together(batched, xs, around) if batched.varies else [
+                    empty_payload(c, n, ctx) for n, ctx in zip(lengths, around, strict=True)
+                ]  # fmt: skip
+                if not batched.varies:
+                    rows = [batched.values(x, ctx) for x, ctx in zip(xs, around, strict=True)]
+                    batched.encode_into(rows, batched.table(sent, lengths))
+                own, places = [np.empty_like(x) for x in xs], [out.ctypes.data for out in outs]
+                for where in (places, [out.ctypes.data for out in own]):
+                    batched.sum_into(where, [batched.table(sent, lengths)])
+                rows = [batched.finishing.row(n, x) for n, x in zip(lengths, around, strict=True)]
+                known = (rows, lengths, places, [out.ctypes.data for out in own])
+                batched.finishing.finish(*(np.array(each, np.uint64) for each in known))
+            else:
+                with np.errstate(all="ignore"):
+                    sent = [encoded(c, x, ctx) for x, ctx in zip(xs, around, strict=True)]
+                    for payload, out, ctx in zip(sent, outs, around, strict=True):
+                        c.sum_into([payload], out, ctx)
+                        c.finish(out, ctx)
+            found += [array for payload in sent for array in payload.values()] + outs
+        for state in states:
+            found += [state[name] for name in ("worker", "server")]
+        ways.append(found)
+    return ways
+
+
+@settings(max_examples=100, deadline=None)
+@given(spec=st.sampled_from(EF21S), xs=small)
+def test_what_ef21_remembers_does_not_depend_on_company(spec, xs):
+    steps = [xs, [x[::-1].copy() for x in xs], xs, xs]
+    together, alone = followed_both_ways(spec, steps)
+    assert [each.tobytes() for each in together] == [each.tobytes() for each in alone]
+
+
+@settings(max_examples=100, deadline=None)
+@given(xs=small)
+def test_ef21_that_sends_everything_follows_as_float64_says(xs):
+    """g + (x - g), each sum rounded once; what is not finite is returned, and not remembered."""
+    (*_, worker, server), _ = followed_both_ways("topk(ratio=1.0) | ef21", [xs[:1], -xs[0][None]])
+    g = np.zeros(xs[0].size, np.float32)
+    for x in (xs[0], -xs[0]):
+        with np.errstate(all="ignore"):
+            change = (x.astype(np.float64) - g).astype(np.float32)
+            total = (g.astype(np.float64) + change).astype(np.float32)
+        g = np.where(np.isfinite(total), total, g)
+    assert np.array_equal(worker, g)
+    assert np.array_equal(server, g)

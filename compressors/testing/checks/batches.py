@@ -64,12 +64,14 @@ def check_batched_tensors_agree(compressor: Compressor) -> None:
     kernels = compressor.batched()
     if kernels is None:
         return
-    for stage in (1, 2) if compressor.traits().combine == "gather" else (1,):
+    finishing = kernels.finishing is not None  # what is sent is remembered until then
+    for stage in (1, 2) if compressor.traits().combine == "gather" and not finishing else (1,):
         for what, lengths in _calls():
             with np.errstate(all="ignore"):
                 _check(compressor, kernels, _whole(lengths), stage, what)
-    with np.errstate(all="ignore"):
-        _check(compressor, kernels, _pieces(compressor), 1, "pieces of a tensor")
+    if not finishing:
+        with np.errstate(all="ignore"):
+            _check(compressor, kernels, _pieces(compressor), 1, "pieces of a tensor")
 
 
 def _calls() -> list[tuple[str, Sequence[int]]]:
@@ -148,6 +150,8 @@ def _check(
             own = _contexts(apart, step, stage)
             for x, payload, ctx in zip(xs, alone.payloads, own, strict=True):
                 compressor.encode_into(x, payload, ctx)
+            if kernels.finishing is not None:
+                _finish_both(compressor, kernels, slots.payloads, around, own, which)
             pairs = zip(slots.payloads, alone.payloads, tensors, apart, strict=True)
             for place, (one, other, tensor, lone) in enumerate(pairs):
                 assert same_payload(one, other), (
@@ -158,6 +162,32 @@ def _check(
                 )
             sent.append(slots.payloads)
         _check_sums(compressor, kernels, tensors, sent, stage, what)
+
+
+def _finish_both(
+    compressor: Compressor,
+    kernels: Batched,
+    payloads: list[Payload],
+    around: list[Context],
+    own: list[Context],
+    which: str,
+) -> None:
+    """Let kernels, and ``finish``, see the result of one rank, which is what it has sent."""
+    assert kernels.finishing is not None
+    decoded = [np.empty(ctx.numel, np.float32) for ctx in around]
+    for payload, out, ctx in zip(payloads, decoded, around, strict=True):
+        compressor.decompress(payload, out, ctx)
+    outs, expected = ([out.copy() for out in decoded] for _ in range(2))
+    rows = [kernels.finishing.row(ctx.numel, ctx) for ctx in around]
+    given = (
+        rows,
+        [out.size for out in outs],
+        *([o.ctypes.data for o in x] for x in (outs, decoded)),
+    )
+    kernels.finishing.finish(*(np.array(each, np.uint64) for each in given))
+    for place, (out, wanted, ctx) in enumerate(zip(outs, expected, own, strict=True)):
+        compressor.finish(wanted, ctx)
+        assert same(out, wanted), f"{which}number {place} is finished otherwise than on its own"
 
 
 def _check_sums(

@@ -67,3 +67,37 @@ def settle_many(tensors: Any, payloads: Any, advanced: Any, sent: Any, masking: 
         moved = carray(pointer(advanced[t]), n, np.float32)
         decoded = carray(pointer(sent[t]), n, np.float32)
         settle(moved, decoded, masking, carray(pointer(tensors[t, 4]), n, np.float32))
+
+
+@jit
+def differ_many(tensors: Any, payloads: Any, outs: Any) -> None:
+    """EF21: write what differs from what is known, the residual, to ``outs`` (uint64).
+
+    That is of the values, or of their sum with the second memory, where there is one.
+    """
+    for t in range(outs.size):
+        n = types.intp(payloads[t, 0])
+        x = carray(pointer(tensors[t, 0]), n, np.float32)
+        known = carray(pointer(tensors[t, 1]), n, np.float32)
+        out = carray(pointer(outs[t]), n, np.float32)
+        if tensors[t, 4]:
+            total = carray(pointer(tensors[t, 4]), n, np.float32)
+            for i in range(n):
+                out[i] = (total[i] + x[i]) - known[i]
+        else:
+            for i in range(n):
+                out[i] = x[i] - known[i]
+
+
+@jit
+def commit_many(tensors: Any, lengths: Any, received: Any, sent: Any) -> None:
+    """Do what ``commit`` does for many tensors; the first two of its arrays lie at addresses.
+
+    The first memory is the worker's, the second one the server's.
+    """
+    for t in range(received.size):
+        n = types.intp(lengths[t])
+        total = carray(pointer(received[t]), n, np.float32)
+        own = carray(pointer(sent[t]), n, np.float32)
+        worker = carray(pointer(tensors[t, 1]), n, np.float32)
+        commit(total, own, worker, carray(pointer(tensors[t, 4]), n, np.float32))
