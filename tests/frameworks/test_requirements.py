@@ -60,6 +60,27 @@ def test_what_is_missing_is_said_in_one_sentence(adapter, absent, name, said):
     assert ran.stdout == f"{name}|{package} needs {said}"
 
 
+def test_rays_executors_need_no_ray_train(tmp_path):
+    stand_in = "def __getattr__(name): return type(name, (Exception,), {})"
+    for module in ("", "autoscaler", "autoscaler.sdk", "exceptions", "train", "util",
+                   "util.placement_group", "util.scheduling_strategies"):  # fmt: skip
+        folder = tmp_path.joinpath("ray", *module.split("."))
+        folder.mkdir(parents=True, exist_ok=True)
+        text = "raise ImportError('no pandas here')" if module == "train" else stand_in
+        (folder / "__init__.py").write_text(text)
+    code = "from ringlet.ray import ElasticRayExecutor, RayExecutor\nimport ringlet.ray\n"
+    code += "try: ringlet.ray.RingletConfig\nexcept ImportError as error: print(error, end='')"
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert (ran.returncode, ran.stdout) == (0, "no pandas here"), ran.stderr
+
+
 def test_what_is_installed_and_broken_says_so_itself(tmp_path, monkeypatch):
     from ringlet.job.requirements import need
 
