@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
-from typing import TypeVar
 
-AnyError = TypeVar("AnyError", bound=BaseException)
+TYPE_CHECKING = False  # as in typing, which every rank's heartbeat would have to import
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    AnyError = TypeVar("AnyError", bound=BaseException)
 
 LOST_PEER = 75  # exit code of a rank that ended because another one went away first
 
@@ -92,6 +94,8 @@ def again(error: AnyError) -> AnyError:
 
 
 def _copied(error: AnyError) -> AnyError:
+    import copy  # which heartbeats have no use for
+
     kind = type(error)
     try:
         fresh = copy.copy(error)

@@ -5,11 +5,11 @@ nor once it has ended. Beats go to rank 0's heartbeat, and its beats to everybod
 for too long is told to all, and so is a rank whose process has ended, although a child of it may
 live and keep its connections open.
 
-This file is a program that imports little of the standard library, and of Ringlet only how
-connections are proved and framed, so that it starts at once and takes little memory. It is given
-what ``WatchedRank`` says on a line of its standard input, and tells on its standard output, a line
-each, ``joined`` (on rank 0: all have), ``silent R``, ``gone R`` (ranks) and ``bye`` (rank 0 has
-left). A word ``bye`` on its input, or the end of its rank, ends it.
+``heartbeat_process.py`` is its program. It imports little of the standard library, and of Ringlet
+only how connections are proved and framed, so that it starts at once and takes little memory. It is
+given what ``WatchedRank`` says on a line of its standard input, and tells on its standard output, a
+line each, ``joined`` (on rank 0: all have), ``silent R``, ``gone R`` (ranks) and ``bye`` (rank 0
+has left). A word ``bye`` on its input, or the end of its rank, ends it.
 
 Both ends of a connection prove that they know the heartbeats' key, and what follows is framed.
 """
@@ -26,15 +26,6 @@ import struct
 import sys
 import time
 from abc import ABC, abstractmethod
-from types import ModuleType
-
-if __name__ == "__main__":
-    # Of these packages only modules are needed, not what they import themselves (NumPy, and more).
-    for _name in ("ringlet", "ringlet.ring"):
-        sys.modules[_name] = ModuleType(_name)
-    sys.modules["ringlet.ring"].__path__ = [
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    ]
 
 from ringlet.ring.errors import ProtocolError
 from ringlet.ring.wire.framing import Incoming, Outgoing
@@ -410,7 +401,3 @@ def main() -> None:
         line += piece
     given = WatchedRank(line.decode())
     (Spoke(given) if given.rank else Hub(given)).run()
-
-
-if __name__ == "__main__":
-    main()

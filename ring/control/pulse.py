@@ -31,7 +31,7 @@ DEFAULT = 5.0  # seconds of silence after which a rank is lost
 STUCK = 10.0  # seconds that a collective may go on waiting for a lost rank, at most
 GRACE = 0.25  # seconds until a rank's end has to be known by the end of its connection
 _LOOK = 0.05  # seconds between two looks whether a loss has got through
-PROGRAM = Path(__file__).with_name("heartbeat.py")
+PROGRAM = Path(__file__).with_name("heartbeat_process.py")
 
 Lose = Callable[[int, str], None]
 

@@ -14,7 +14,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ringlet.ring.errors import ProtocolError
 from ringlet.ring.wire.framing import derive, genuine
@@ -31,19 +30,18 @@ _CONNECTS, _LISTENS = "proof of who connects", "proof of who listens"
 _OUT, _IN = "frames to who connects", "frames to who listens"
 
 
-class Keys(NamedTuple):
+class Keys:
     """The keys of one connection, as one end uses them."""
 
-    sending: bytes
-    receiving: bytes
+    def __init__(self, sending: bytes, receiving: bytes) -> None:
+        self.sending, self.receiving = sending, receiving
 
 
-class Claim(NamedTuple):
+class Claim:
     """Who has connected, as it says: in which role, as which rank, of how many."""
 
-    role: int
-    rank: int
-    size: int
+    def __init__(self, role: int, rank: int, size: int) -> None:
+        self.role, self.rank, self.size = role, rank, size
 
 
 class Unwelcome(ProtocolError):
