@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import LaunchError, PeerLost, unavailable
-from ringlet.ring.rendezvous import epochs
+from ringlet.ring.rendezvous import epochs, meeting_file
 from ringlet.ring.rendezvous.environment import (
     Launched,
     check_transport,
@@ -219,6 +219,7 @@ def _store(dist: Any, launched: Launched) -> Any:
     if place.startswith("file://"):
         path = Path(place.removeprefix("file://"))
         _private(path.parent)
+        meeting_file.join(path)
         return dist.FileStore(str(path), launched.size)
     where = f"{place}?rank={launched.rank}&world_size={launched.size}"
     try:

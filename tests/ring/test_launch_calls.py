@@ -7,6 +7,7 @@ import pickle
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import uuid
@@ -307,6 +308,49 @@ def test_connect_says_what_is_missing(bare: pytest.MonkeyPatch) -> None:
         connect("gloo")
     with pytest.raises(LaunchError, match="rank 0 of 2, transport 'local' sees rank 0 of 1"):
         connect("local")
+
+
+MEETS = """
+import os, sys
+from ringlet.ring.rendezvous.connect import connect
+communicator = connect("gloo")
+communicator.barrier()
+print("met", flush=True)
+sys.stdin.read()
+communicator.close()
+"""
+
+
+def _of_open_mpi(folder: Path, rank: int, job: str) -> subprocess.Popen[bytes]:
+    place = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+    env = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
+    given = {**os.environ, **env, "PMIX_NAMESPACE": job, "TMPDIR": str(folder)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", MEETS], env=given, stdin=pipe, stdout=pipe)
+
+
+def test_ranks_of_one_name_meet_though_a_job_that_was_killed_has_left_its_file(
+    bare: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bare.setenv("RINGLET_LOG_LEVEL", "error")
+    killed = _of_open_mpi(tmp_path, 0, "first")
+    while sum(path.stat().st_size for path in tmp_path.glob("ringlet-*/*")) == 0:
+        assert killed.poll() is None
+    killed.kill()
+    killed.communicate()
+    assert list(tmp_path.glob("ringlet-*/*"))
+    for job in ("first", "second"):  # what waits in the file would part the ranks of the first
+        ranks = [_of_open_mpi(tmp_path, rank, job) for rank in range(2)]
+        for each in ranks:
+            assert each.stdout is not None
+            assert each.stdout.readline() == b"met\n"
+        if job == "first":  # and the second one finds the files of the first
+            for each in ranks:
+                each.kill()
+        for each in ranks:
+            each.communicate()
+            assert job == "first" or each.returncode == 0
+    assert not list(tmp_path.glob("ringlet-*/*"))
 
 
 def test_a_meeting_place_of_somebody_else_is_refused(
