@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import opcode
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Mapping
 from functools import cache
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ringlet.ring.descriptors import flush_standard_streams
@@ -46,6 +47,7 @@ class _Witness:
 @cache
 def _hook(always: bool) -> None:
     rank = os.getpid()
+    program = _outermost_frame()
     show = sys.excepthook
     failed: list[BaseException] = []
     asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0, or caught
@@ -68,6 +70,8 @@ def _hook(always: bool) -> None:
             tell_leaving(code(), os.environ)
 
     def leave() -> None:
+        if program is not None and _returned(program):
+            asked.clear()  # it was caught, and is kept: what pytest.raises gives, say
         if always and asked and not failed:
             failed.append(SystemExit(asked[-1]))
         child = always and os.getpid() != rank
@@ -100,6 +104,22 @@ def _hook(always: bool) -> None:
     leave_now, sys.exit = sys.exit, exit_with
     sys.excepthook = note
     atexit.register(leave)  # runs after the handlers that are registered later
+
+
+def _outermost_frame() -> FrameType | None:
+    """Return the frame of the program; None where the main thread does not call this."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _returned(frame: FrameType) -> bool:
+    """Whether a ``frame`` that has ended was not left by an exception."""
+    last = opcode.opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else ""
+    return last.startswith(("RETURN_VALUE", "RETURN_CONST"))
 
 
 def _loss(error: BaseException) -> PeerLost | None:

@@ -282,11 +282,26 @@ def test_those_that_lose_a_rank_have_time_to_raise_and_to_save() -> None:
     assert "rank 1 was ended by signal 9 (SIGKILL)" in told[0]
 
 
+def test_a_program_that_keeps_what_it_has_caught_of_sys_exit_ends_well() -> None:
+    """As pytest.raises does, and who tests a command line."""
+    program = (
+        "import sys\nfrom ringlet.ring.rendezvous.exit_hooks import leave_on_exception as leave\n"
+        "leave(True)\ntry: sys.exit(2)\nexcept SystemExit as error: kept = error\n"
+    )
+    for more in ("", "for i in range(3): print(i)\n", "def main(): return 3\nmain()\n"):
+        # -B: by itself, and not inside of the program that forks others.
+        words = [sys.executable, "-B", "-c", program + more]
+        done = subprocess.run(words, capture_output=True, timeout=DEADLINE, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+
+
 @pytest.mark.parametrize(
     ("program", "code"),
     [
         ("try: sys.exit(2)\nexcept SystemExit: pass", 0),
         ("try: sys.exit(2)\nexcept SystemExit as error: print(error.code)", 0),
+        ("try: sys.exit(2)\nexcept SystemExit as error: kept = error\nsys.exit(9)", 9),
+        ("def main():\n with open('/dev/null'): sys.exit(4)\nmain()", 4),
         ("one = threading.Thread(target=sys.exit, args=[3])\none.start()\none.join()", 0),
         ("sys.exit(4)", 4),
         (
