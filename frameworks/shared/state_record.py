@@ -44,11 +44,6 @@ def whole_record(record: Any, is_array: Callable[[Any], bool], where: str) -> di
     }
     for key in ("rank", "size", "step"):
         _count(found.get(key), f"{where}[{key!r}]", where)
-    if found["rank"] >= found["size"]:
-        raise ValueError(
-            f"{where} is of rank {found['rank']} among {found['size']}, which there is not. "
-            f"{_CURE.format(where)}"
-        )
     specs = _mapping(found.get("specs", {}), f"{where}['specs']", where)
     for name, spec in specs.items():
         if type(spec) is not str:
