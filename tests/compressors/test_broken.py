@@ -426,6 +426,7 @@ CAUGHT = {
         "KeyOfTheFirst": "batched_tensors_agree",
         "OffsetForgottenInBatch": "batched_tensors_agree",
         "BatchWritesWholeCells": "batched_tensors_agree",
+        "SendsLessTogether": "batched_tensors_agree",
         "OneShapeForAll": "batched_rounds_agree",
         "RoundsShareNaN": "batched_rounds_agree",
         "RoundsForgetMemory": "batched_rounds_agree",

@@ -58,11 +58,18 @@ def check_batched_tensors_agree(compressor: Compressor) -> None:
     one tensor lies: take lengths, keys and offsets from its own, write nothing beyond its end, and
     let there be any number of rows. A piece is told of by the row of its whole tensor, moved by its
     elements, at multiples of the granularity. Return None from batched() where that is not so.
+    Where sizes vary, encode writes what compress returns, and as many elements as that has into
+    the columns behind the arrays' places; there is no more room than layout of batched() says.
     """
-    if not by_payload(compressor) or not compressor.traits().fixed_size:
+    if not by_payload(compressor):
         return
     kernels = compressor.batched()
     if kernels is None:
+        return
+    if kernels.varies:
+        for what, lengths in _calls():
+            with np.errstate(all="ignore"):
+                _check_varying(compressor, kernels, _whole(lengths), what)
         return
     finishing = kernels.finishing is not None  # what is sent is remembered until then
     for stage in (1, 2) if compressor.traits().combine == "gather" and not finishing else (1,):
@@ -162,6 +169,46 @@ def _check(
                 )
             sent.append(slots.payloads)
         _check_sums(compressor, kernels, tensors, sent, stage, what)
+
+
+def _check_varying(
+    compressor: Compressor, kernels: Batched, tensors: list[_Tensor], what: str
+) -> None:
+    lengths = [tensor.n for tensor in tensors]
+    apart: list[_Tensor] = copy.deepcopy(tensors)
+    for step in range(_STEPS):
+        sent: list[list[Payload]] = []
+        for rank in range(_RANKS):
+            which = f"of {what}, {step + rank} calls before, "
+            xs = _values(tensors, 100 * step + rank)
+            around, own = _contexts(tensors, step, 1), _contexts(apart, step, 1)
+            rooms = [_room(kernels, n) for n in lengths]
+            inside = [{name: array[:-1] for name, array in room.items()} for room in rooms]
+            table = kernels.table(inside, lengths)
+            kernels.encode_into(_rows(kernels, tensors, xs, around), table)
+            pairs = zip(rooms, inside, table[:, 2::2].tolist(), tensors, apart, strict=True)
+            sent.append([])
+            for place, (room, most, counts, tensor, lone) in enumerate(pairs):
+                assert all(not array[-1] for array in room.values()), (
+                    f"{which}number {place} is written beyond its room"
+                )
+                sizes = dict(zip(kernels.names, counts, strict=True))
+                sent[-1].append({name: most[name][:size] for name, size in sizes.items()})
+                assert same_payload(sent[-1][-1], compressor.compress(xs[place], own[place])), (
+                    f"{which}number {place} is compressed to something else than on its own"
+                )
+                if kernels.finishing is None:
+                    assert _same_memory(tensor.state, lone.state), (
+                        f"{which}number {place} is remembered as something else than on its own"
+                    )
+            if kernels.finishing is not None:
+                _finish_both(compressor, kernels, sent[-1], around, own, which)
+        _check_sums(compressor, kernels, tensors, sent, 1, what)
+
+
+def _room(kernels: Batched, n: int) -> Payload:
+    """Return arrays (zeros) for a payload of variable size, with an element behind each."""
+    return {part.name: np.zeros(part.elements + 1, part.dtype) for part in kernels.layout(n)}
 
 
 def _finish_both(
