@@ -7,8 +7,15 @@ from contextlib import suppress
 
 import numpy as np
 
-from ringlet.compressors.base.batched import Exchanged, ExchangeOfMany, addresses, starts_of
+from ringlet.compressors.base.batched import (
+    LENGTH,
+    Exchanged,
+    ExchangeOfMany,
+    addresses,
+    starts_of,
+)
 from ringlet.compressors.base.contract import Compressor, encoded
+from ringlet.compressors.base.payload_bytes import PayloadBytes, split
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.multitensor import Decoding, Encoding, Spaced
 from ringlet.compressors.core.traits import Exchange, Payload
@@ -76,6 +83,12 @@ def precompile_batched(compressor: Compressor, x: Array, payload: Payload, ctx: 
         for stage in (1, 2):  # in one of them residuals may be fed back
             row = kernels.values(x, dataclasses.replace(ctx, stage=stage))
             kernels.encode_into([row], table)
+        if kernels.varies:
+            as_bytes = PayloadBytes(kernels.layout(1))
+            written, _ = as_bytes.write(table)
+            starts = split(written, 1)
+            assert starts is not None, "it was written just now"
+            as_bytes.read(written, starts, table[:, LENGTH])
         kernels.sum_into([row[0]], [table], rows=[kernels.decode_row(x.size, ctx)])
         if kernels.finishing is not None:
             rows = np.array([kernels.finishing.row(x.size, ctx)], np.uint64)
