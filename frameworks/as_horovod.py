@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ringlet.horovod import children
 from ringlet.horovod.aliases import Aliases
+from ringlet.job import placed_call
 from ringlet.ring.functions import parcels
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
@@ -32,18 +33,19 @@ def _tell_place(env: MutableMapping[str, str]) -> None:
 def install_as_horovod() -> None:
     """Let ``import horovod`` and its submodules mean Ringlet, in this process. Idempotent.
 
-    It does so in children of multiprocessing as well, and in no other program that is started.
-    HOROVOD_RANK and its likes are set, for programs that read them. Raises ImportError when Horovod
-    itself is imported already.
+    It does so in children of multiprocessing as well, in the ranks of ``horovod.run`` and in the
+    workers of Ray, Spark and Dask that this process calls functions in, and in no other program
+    that is started. HOROVOD_RANK and its likes are set, for programs that read them. Raises
+    ImportError when Horovod itself is imported already.
     """
-    if any(isinstance(finder, Aliases) for finder in sys.meta_path):
-        return
-    if "horovod" in sys.modules:
-        raise ImportError("horovod is imported already; call install_as_horovod() before that")
-    sys.meta_path.insert(0, Aliases())
-    children.inherit()
-    _tell_place(os.environ)
-    parcels.runner[:] = ["-m", "ringlet.as_horovod"]  # ranks of horovod.run() import it as well
+    if not any(isinstance(finder, Aliases) for finder in sys.meta_path):
+        if "horovod" in sys.modules:
+            raise ImportError("horovod is imported already; call install_as_horovod() before that")
+        sys.meta_path.insert(0, Aliases())
+        children.inherit()
+        parcels.runner[:] = ["-m", "ringlet.as_horovod"]
+        placed_call.beforehand[:] = [("ringlet.as_horovod", "install_as_horovod")]
+    _tell_place(os.environ)  # a worker of Ray's may be another rank by now
 
 
 def main(arguments: list[str]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from distributed import Client, wait
 
-from ringlet.job.placed_call import GRACE, Account, account_of, gathered, packed, results
+from ringlet.job.placed_call import GRACE, Account, account_of, called, gathered, packed, results
 from ringlet.ring.addresses import address_towards
 from ringlet.ring.callers import public
 from ringlet.ring.errors import LaunchError
@@ -77,8 +76,7 @@ def run(
 
 
 def _task(ticket: Ticket, call: bytes) -> Account:
-    fn, args, kwargs = pickle.loads(call)
-    return account_of(ticket, fn, args, kwargs)
+    return account_of(ticket, called, (call,), {})
 
 
 def _ended(futures: Mapping[int, Any], seconds: float | None) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from ringlet.job.session import shutdown
@@ -17,6 +19,8 @@ from ringlet.ring.placed.embedded import embedded
 from ringlet.ring.placed.ticket import Ticket
 
 GRACE = 7.0  # seconds that ranks may take to notice that another one has failed
+# Modules and functions of theirs that a worker calls before a call arrives: install_as_horovod().
+beforehand: list[tuple[str, str]] = []
 
 
 @contextmanager
@@ -134,13 +138,41 @@ def failure(account: Account) -> WorkerFailed:
 def packed(
     fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> bytes:
-    """Return a call as bytes for ``pickle.loads``: function, arguments and named arguments.
+    """Return a call as bytes for ``unpacked``: function, arguments and named arguments.
 
     Raises TypeError for what cannot be called, LaunchError for what cannot be pickled.
     """
     if not callable(fn):
         raise TypeError(f"a function to call on every rank is needed, not {fn!r}")
     try:
-        return bytes(pickler().dumps((fn, tuple(args), dict(kwargs or {}))))
+        first = [_Beforehand(*each) for each in beforehand]
+        return bytes(pickler().dumps((first, fn, tuple(args), dict(kwargs or {}))))
     except Exception as error:  # whatever an object's own reduction raises
         raise LaunchError(f"the function or its arguments cannot be sent: {error}") from None
+
+
+def unpacked(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return function, arguments and named arguments of what ``packed`` has made."""
+    _, fn, args, kwargs = pickle.loads(call)
+    return fn, args, kwargs
+
+
+def called(call: bytes) -> Any:
+    """Call what ``packed`` has made; return what it returns."""
+    fn, args, kwargs = unpacked(call)
+    return fn(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Beforehand:
+    """A function that is called where this is unpickled, by name: the module may be a script."""
+
+    module: str
+    function: str
+
+    def __reduce__(self) -> tuple[Callable[[str, str], object], tuple[str, str]]:
+        return _begin, (self.module, self.function)
+
+
+def _begin(module: str, function: str) -> object:
+    return getattr(import_module(module), function)()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from ringlet.job.placed_call import (
     packed,
     placed_rank,
     results,
+    unpacked,
 )
 from ringlet.ray.cluster import check_version, inside_the_cluster, resources, store_host
 from ringlet.ray.elastic import ElasticRayExecutor, ElasticSettings
@@ -70,7 +70,7 @@ class RankWorker:
 
     def build(self, call: bytes) -> Account:
         """Make the user's object."""
-        made, args, kwargs = pickle.loads(call)
+        made, args, kwargs = unpacked(call)
 
         def build() -> None:
             self._executable = made(*args, **kwargs)
@@ -81,7 +81,7 @@ class RankWorker:
         """Call the user's function, with the user's object if ``on_executable``."""
 
         def called() -> Any:
-            fn, args, kwargs = pickle.loads(call)
+            fn, args, kwargs = unpacked(call)
             return fn(self._executable) if on_executable else fn(*args, **kwargs)
 
         return self._account(called)

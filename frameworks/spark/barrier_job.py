@@ -17,7 +17,7 @@ from typing import Any
 import pyspark
 from pyspark.sql import SparkSession
 
-from ringlet.job.placed_call import Account, account_of, packed, results
+from ringlet.job.placed_call import Account, account_of, called, packed, results
 from ringlet.ring.addresses import address_towards, addresses_of
 from ringlet.ring.callers import debugging, public
 from ringlet.ring.errors import LaunchError
@@ -278,8 +278,7 @@ def _task(order: _Order, batches: Iterable[Any]) -> Iterator[Any]:
         pass
     context = BarrierTaskContext.get()
     ticket = _ticket(order.ticket, context)
-    fn, args, kwargs = pickle.loads(order.call)
-    account = account_of(ticket, fn, args, kwargs)
+    account = account_of(ticket, called, (order.call,), {})
     columns = {"rank": [account.rank], "data": [pickle.dumps(account)]}
     yield pyarrow.RecordBatch.from_pydict(columns)
 

@@ -168,6 +168,44 @@ def test_horovod_run_gives_its_ranks_horovod(tmp_path):
     assert "[(1, 'ringlet.torch', 'horovod', [0.0, 0.0, 0.0], 4, 0.2)]" in done.stdout
 
 
+SENT = """
+import pathlib
+import sys
+import horovod.common.util as util
+from ringlet.job.placed_call import packed
+
+def rank(times):
+    import os
+    import horovod.torch as hvd
+    return hvd.__name__, util.__name__, int(os.environ["HOROVOD_RANK"]) * times
+
+if __name__ == "__main__":
+    pathlib.Path(sys.argv[1]).write_bytes(packed(rank, (2,)))
+"""
+
+RECEIVED = """
+import os, pathlib, sys
+from ringlet.job.placed_call import called
+os.environ.update(RINGLET_TRANSPORT="gloo", RINGLET_RANK="3")
+print(called(pathlib.Path(sys.argv[1]).read_bytes()))
+os.environ["RINGLET_RANK"] = "1"  # of the next job that has this worker
+print(called(pathlib.Path(sys.argv[1]).read_bytes()))
+"""
+
+
+def test_workers_of_ray_spark_and_dask_have_horovod(tmp_path):
+    script, call = tmp_path / "job.py", tmp_path / "call"
+    script.write_text(SENT)
+    for command in ["-m", "ringlet.as_horovod", str(script)], ["-c", RECEIVED]:
+        done = subprocess.run(
+            [sys.executable, *command, str(call)],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    told = [f"('ringlet.torch', 'ringlet.horovod.basics', {number})" for number in (6, 2)]
+    assert done.stdout.splitlines() == told
+
+
 WITH_CHILDREN = """
 import multiprocessing
 import subprocess
