@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from ringlet.keras import backends
 from ringlet.keras.reducing import Reducing, made_of
+from ringlet.ring.callers import outside
 from ringlet.shared.gradients.optimizer_options import Options
 
 
@@ -36,6 +38,8 @@ class DistributedOfTfKeras(Reducing):
 
     ``minimize``, and so ``fit``, ends in ``apply_gradients`` as well.
     """
+
+    _ringlet_computed = False  # whether it was asked for gradients
 
     @staticmethod
     def _ringlet_reduce(*given: Any) -> tuple[Any, list[Any]]:
@@ -64,6 +68,18 @@ class DistributedOfTfKeras(Reducing):
     def _ringlet_spoiled(gradient: Any, ones: Any) -> Any:
         return DistributedOfTfKeras._ringlet_divide(gradient, ones / ones)
 
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's own gradients, as the wrapped optimizer does."""
+        inner: Any = super()
+        self._ringlet_computed = True
+        return inner.compute_gradients(*args, **kwargs)
+
+    def _compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's own gradients, as the wrapped optimizer of ``legacy`` does."""
+        inner: Any = super()
+        self._ringlet_computed = True
+        return inner._compute_gradients(*args, **kwargs)
+
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce gradients over all ranks, then apply them like the wrapped optimizer.
 
@@ -82,6 +98,7 @@ class DistributedOfTfKeras(Reducing):
         given |= given.pop("kwargs", {})
         done = given.get("skip_gradients_aggregation", False)
         if done or not given.get("experimental_aggregate_gradients", True) or not pairs:
+            self._ringlet_warn_of_own()
             return inner(pairs, *args, **kwargs)
         gradients, variables = map(list, zip(*pairs, strict=True))
         if self._ringlet_accumulator.passes > 1:  # inside a tf.cond it is too late
@@ -89,6 +106,18 @@ class DistributedOfTfKeras(Reducing):
         ends, reduced = self._ringlet_reduced(gradients, variables)
         again = list(zip(reduced, variables, strict=True))
         return backends.when(ends, lambda: inner(again, *args, **kwargs), reduced)
+
+    def _ringlet_warn_of_own(self) -> None:
+        """Warn, once, where gradients that count as reduced are likely this rank's own."""
+        if self._ringlet_computed and self._ringlet.settings.process_set.size() > 1:
+            self._ringlet_computed = False
+            warnings.warn(
+                "gradients are applied as they are, but compute_gradients() has returned this "
+                "rank's own, where Horovod's optimizer returned reduced ones: leave out "
+                "experimental_aggregate_gradients=False (skip_gradients_aggregation=True), and "
+                "apply_gradients reduces them",
+                stacklevel=outside(),
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         # tf_keras' LossScaleOptimizer sets this on the optimizer that it is put around.

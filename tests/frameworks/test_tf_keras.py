@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -395,6 +396,37 @@ def case_mistakes():
         fit(model)
     with pytest.raises(hvd.HorovodInternalError, match="differs between ranks"):
         fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+
+def case_gradients_of_its_own_that_count_as_reduced_are_warned_of():
+    """Horovod's optimizer returned reduced ones: ranks would go apart without a word."""
+    for make in (tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD):
+        w = tf.Variable([1.0])
+        optimizer = hvd.DistributedOptimizer(make(1.0))
+        older = isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer)
+        asked = optimizer._compute_gradients if older else optimizer.compute_gradients
+        options = (
+            {"experimental_aggregate_gradients": False}
+            if older
+            else {"skip_gradients_aggregation": True}
+        )
+
+        def own(asked=asked, w=w):
+            with tf.GradientTape() as tape:
+                loss = w * float(1 + hvd.rank())
+            return asked(loss, [w], tape=tape)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            optimizer.apply_gradients(own())
+            optimizer.minimize(lambda w=w: w * float(1 + hvd.rank()), [w])
+            assert w.numpy() == [-2.0]
+        with pytest.warns(UserWarning, match="returned this rank's own"):
+            optimizer.apply_gradients(own(), **options)
+        assert w.numpy() == [-3.0 - hvd.rank()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            optimizer.apply_gradients([(tf.constant([1.0]), w)], **options)
 
 
 CASES = [name for name in dir() if name.startswith("case_")]
