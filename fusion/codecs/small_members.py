@@ -91,6 +91,16 @@ class _Sent(NamedTuple):
     total: Array | None
 
 
+def kernels_for(members: Sequence[Member]) -> Batched | None:
+    """Return the kernels for many tensors a call that all ``members`` have, in host memory."""
+    first = members[0]
+    if first.place.ordered or len(members) < 2:
+        return None
+    if any(member.compressor != first.compressor for member in members):
+        return None
+    return first.compressor.batched()
+
+
 class SmallMembers:
     """Members that have one compressor and the same scales; ``ranges`` are by part.
 
@@ -148,12 +158,7 @@ class SmallMembers:
         starts: Sequence[Sequence[int]],
     ) -> Self | None:
         """Return the small ones of ``members``; None where there are no kernels for many."""
-        first = members[0]
-        if first.place.ordered or len(members) < 2:
-            return None
-        if any(member.compressor != first.compressor for member in members):
-            return None
-        kernels = first.compressor.batched()
+        kernels = kernels_for(members)
         if kernels is None or kernels.varies:
             return None
         return cls(members, ranges, starts, kernels)

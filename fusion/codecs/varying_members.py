@@ -16,7 +16,7 @@ from ringlet.compressors.base.batched import Batched
 from ringlet.compressors.base.payload_bytes import PayloadBytes, split
 from ringlet.compressors.core.payload import padded
 from ringlet.compressors.core.traits import storage
-from ringlet.fusion.codecs.small_members import MOST, SmallMembers
+from ringlet.fusion.codecs.small_members import MOST, SmallMembers, kernels_for
 from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.planning.member import Member
 from ringlet.ring.dtypes import FLOATS, Array
@@ -51,12 +51,7 @@ class VaryingMembers:
     @classmethod
     def of(cls, members: Sequence[Member]) -> Self | None:
         """Return the small ones of ``members``; None where there are no kernels for many."""
-        first = members[0]
-        if first.place.ordered or len(members) < 2:
-            return None
-        if any(member.compressor != first.compressor for member in members):
-            return None
-        kernels = first.compressor.batched()
+        kernels = kernels_for(members)
         return None if kernels is None or not kernels.varies else cls(members, kernels)
 
     def compress(self) -> None:
