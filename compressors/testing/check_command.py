@@ -19,7 +19,7 @@ from ringlet.compressors.specs.parser import resolve
 from ringlet.compressors.testing.catalogue import all_checks
 from ringlet.compressors.testing.runner import failures_of
 from ringlet.compressors.testing.tools.inputs import gaussian
-from ringlet.compressors.testing.tools.named_check import Named
+from ringlet.compressors.testing.tools.named_check import Named, exits_raised
 from ringlet.compressors.testing.tools.simulate import by_payload, context, encode, simulate
 
 _SIDE = 256  # of a matrix
@@ -39,13 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, telling: Telling | None = None) -> int:
-    """Print a line per check; return 1 if one fails, 2 if there is nothing to check.
+    """Print a line per check that was run; return 1 if one fails, 2 if there is nothing to check.
 
     ``telling`` shows checks in place of these lines.
     """
     sys.path.insert(0, os.getcwd())
     try:
-        compressor = resolve(options.compressor)
+        with exits_raised():
+            compressor = resolve(options.compressor)
     except CompressorError as error:
         print(f"ringlet check: {error}", file=sys.stderr)
         return 2
@@ -73,21 +74,20 @@ def cost_of(compressor: Compressor) -> tuple[float, float]:
 def report(
     plugin: Any, checks: Sequence[Named], telling: Telling | None = None, as_json: bool = False
 ) -> int:
-    """Print a line per check, then what failed; return 1 if one did.
+    """Print a line per check that was run, then what failed; return 1 if one did.
 
     ``telling(name, ok, total)`` shows a check instead. With ``as_json`` all that is printed is an
     object with "plugin", "checks" by name ("ok", "failed" or "waiting") and "failures".
     """
-    start, marks = time.perf_counter(), {True: "ok", False: "FAILED", None: "-"}
-    passed, found = dict.fromkeys(marks, 0), {}
+    start, passed, found = time.perf_counter(), {True: 0, False: 0, None: 0}, dict[str, str]()
 
     def told(name: str, ok: bool | None) -> None:
         passed[ok] += 1
         found[name] = {True: "ok", False: "failed", None: "waiting"}[ok]
         if telling is not None and not as_json:
             telling(name, ok, len(checks))
-        elif not as_json:
-            print(f"  {marks[ok]:6}  {name}")
+        elif not as_json and ok is not None:  # what waits would bury what failed
+            print(f"  {'ok' if ok else 'FAILED':6}  {name}")
 
     if as_json:
         with contextlib.redirect_stdout(sys.stderr):  # where plugins' own words do not spoil it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import os
 import sys
@@ -10,6 +11,7 @@ import sys
 from ringlet.cli.progress import Progress
 from ringlet.compressors.testing import check_command
 from ringlet.compressors.testing.check_command import Telling
+from ringlet.compressors.testing.tools.named_check import exits_raised
 from ringlet.precision import Policy, parse_policy
 
 EXAMPLES = """\
@@ -32,8 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print a line per check; return 1 if one fails, 2 if there is nothing to check.
 
-    On a terminal a bar stands for the checks that pass.
+    On a terminal a bar stands for the checks that pass. Where a plugin crashes this process, the
+    lines of Python that it was in are printed.
     """
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)
     if not options.policy:
         return check_command.main(options, _bar())
     from ringlet.precision.testing import all_checks
@@ -72,9 +77,10 @@ def _find(text: str) -> Policy:
         return parse_policy(text)
     sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module_name), name, None)
-        found = found() if callable(found) else found
-    except Exception as error:
+        with exits_raised():
+            found = getattr(importlib.import_module(module_name), name, None)
+            found = found() if callable(found) else found
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{module_name} does not import: {type(error).__name__}: {error}"
         ) from error

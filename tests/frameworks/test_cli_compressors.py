@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -47,7 +48,7 @@ def test_check_says_what_is_wrong_and_why(tmp_path):
     ran = ringlet("check", "mine:Mine", cwd=tmp_path)
     assert ran.returncode == 1
     assert "  FAILED  leaves_its_input_alone" in ran.stdout
-    assert "  -       deterministic" in ran.stdout
+    assert "deterministic" not in ran.stdout
     assert "wait for the ones that failed" in ran.stdout
     assert "What to do: " in ran.stdout
     assert "shares memory with the input; copy it" in ran.stdout
@@ -69,6 +70,25 @@ def test_check_of_nothing_is_a_one_line_error(target, says):
     assert ran.returncode == 2
     assert says in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_a_plugin_that_ends_the_process_is_no_success(tmp_path):
+    (tmp_path / "leaves.py").write_text("import os; os._exit(0)")
+    for words in (["leaves:Any"], ["--policy", "leaves:any"]):
+        ran = ringlet("check", *words, cwd=tmp_path)
+        assert ran.returncode == 2
+        assert "leaves does not import: SystemExit: os._exit(0)" in ran.stderr
+    (tmp_path / "crashes.py").write_text(
+        "import ctypes\n"
+        "from ringlet.compressors import Compressor\n"
+        "class Crashes(Compressor):\n"
+        "    def compress(self, x, ctx):\n"
+        "        ctypes.string_at(0)\n"
+    )
+    ran = ringlet("check", "crashes:Crashes", cwd=tmp_path)
+    assert ran.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in ran.stderr
+    assert 'crashes.py", line 5 in compress' in ran.stderr
 
 
 def test_check_takes_a_class_in_a_chain(tmp_path):

@@ -55,7 +55,7 @@ class Named:
         """Run the check on a plugin or spec; raises CheckFailed."""
         target = self._resolve(plugin)
         try:
-            with given_up_after(_PATIENCE), _exits_raised():
+            with given_up_after(_PATIENCE), exits_raised():
                 self._check(target)
         except (Exception, GivenUp, SystemExit) as error:
             reason = told(error)
@@ -72,7 +72,7 @@ class Named:
 
 
 @contextmanager
-def _exits_raised() -> Iterator[None]:
+def exits_raised() -> Iterator[None]:
     """Let ``os._exit`` raise SystemExit in this process: it would end the kit as if all was well.
 
     Children of it, which a plugin may have forked, end by it as ever.
