@@ -44,10 +44,15 @@ def main(options: argparse.Namespace) -> int:
         print(f"{title}:")
         width = max(map(len, found), default=0)
         for name, text in found.items():
-            print(f"  {name:<{width}}  {text}")
+            print(f"  {name:<{width}}  {_printable(text)}")
         if not found:
             print("  none")
     return 0
+
+
+def _printable(text: str) -> str:
+    """Return ``text`` with escapes for what a terminal, or a bug report, would not show."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def gathered() -> dict[str, dict[str, str]]:
