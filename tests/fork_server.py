@@ -415,6 +415,15 @@ class Popen(USUAL):
     server_of: Callable[[str], Server] | None = None
     starter: Server | None = None  # which such a process has if it is one of WITH_THREADS
 
+    def communicate(self, *args: Any, **options: Any) -> tuple[Any, Any]:
+        """Do as ever; where the time is up, the error has a note of what is still running."""
+        try:
+            return super().communicate(*args, **options)
+        except subprocess.TimeoutExpired as error:
+            if self.server_of is not None:  # in a test, not in a program that one has started
+                error.add_note(importlib.import_module("process_tree").tell(self.pid))
+            raise
+
     def _execute_child(self, *args: object) -> None:
         usual = super()._execute_child
         given = inspect.signature(usual).bind(*args).arguments

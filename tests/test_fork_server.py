@@ -45,6 +45,20 @@ def test_a_program_is_forked_and_finds_what_it_would_find(tmp_path):
     }  # fmt: skip
 
 
+def test_what_does_not_end_in_time_is_told():
+    inner = "import sys; sys.stdin.read()"
+    code = f"import sys, subprocess as s; s.Popen([sys.executable, '-c', {inner!r}], stdin=s.PIPE)"
+    code += ".wait()"
+    with pytest.raises(subprocess.TimeoutExpired) as raised:
+        subprocess.run([sys.executable, "-c", code], timeout=5)
+    (note,) = raised.value.__notes__
+    first, *processes = note.splitlines()
+    assert first.startswith("Load: ")
+    assert len(processes) == 2
+    assert processes[0].endswith(code)
+    assert processes[1].endswith(inner)
+
+
 def test_flags_sessions_and_descriptors():
     reader, writer = os.pipe()
     found = told("-P", "-c", TELL, "z", start_new_session=True, pass_fds=[writer])

@@ -472,7 +472,7 @@ def job(transport: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         )
     except subprocess.TimeoutExpired as error:
         said = [(text or b"").decode(errors="replace") for text in (error.stdout, error.stderr)]
-        raise AssertionError("\n".join([str(error), *said])) from None
+        raise AssertionError("\n".join([str(error), *said, *error.__notes__])) from None
 
 
 Result = Callable[..., "subprocess.CompletedProcess[str]"]
