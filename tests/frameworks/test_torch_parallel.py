@@ -1062,6 +1062,21 @@ def case_fsdp2_tells_ranks_that_use_different_parameters_of_one_size():
     own(x, 1).square().mean().backward()
 
 
+def case_fsdp2_tells_ranks_that_use_different_fsdp_modules_of_one_size():
+    """They are at one step, and in it reduce these modules in different orders."""
+    started()
+    own = Experts()
+    for expert in own.experts:
+        fully_shard(expert)
+    fully_shard(own)
+    hvd.compress_fsdp(own, "int8 | ef")
+    words = r"different parameters \(rank 0: 'experts\.0' elements .*rank 1: 'experts\.1' elements"
+    for _ in range(2):  # who is behind afterwards has loaded no other file
+        own.zero_grad()
+        with pytest.raises(Mismatch, match=words):
+            own(batches(1)[0], hvd.rank() % 2).square().mean().backward()
+
+
 class Rooted(torch.nn.Module):
     """A model with a part that is called as its own name in checkpoints is."""
 

@@ -128,16 +128,6 @@ class BackwardOutcome:
             said = comm.broadcast_bytes(words if comm.rank == first else None, first).decode()
             kind, _, text = said.partition("\n")
             return BackwardFailure(Stage(int(stages[first])), kind, text)
-        if len(set(hashes.tolist())) > 1:
-            ranks = zip(comm.origin, at.tolist(), strict=True)
-            shown = "; ".join(f"rank {rank}: {n}" for rank, n in ranks)
-            return BackwardFailure(
-                Stage.PLAN,
-                Mismatch.__name__,
-                f"{self._caller}: ranks are at different steps ({shown}), so that their "
-                "compressors do not fit each other; load on every rank what that rank saved, or on "
-                "none",
-            )
         if len(set(others.tolist())) > 1:
             lists = [each.decode().splitlines() for each in comm.allgather_bytes(parts.encode())]
             lines = next(row for row in zip_longest(*lists, fillvalue="nothing") if len({*row}) > 1)
@@ -148,6 +138,16 @@ class BackwardOutcome:
                 f"{self._caller}: ranks have gradients of different parameters ({shown}), which "
                 "were added to each other; use the same parameters on all ranks in a step, such as "
                 "with 0.0 * p.sum() in the loss, and freeze the same",
+            )
+        if len(set(hashes.tolist())) > 1:
+            ranks = zip(comm.origin, at.tolist(), strict=True)
+            shown = "; ".join(f"rank {rank}: {n}" for rank, n in ranks)
+            return BackwardFailure(
+                Stage.PLAN,
+                Mismatch.__name__,
+                f"{self._caller}: ranks are at different steps ({shown}), so that their "
+                "compressors do not fit each other; load on every rank what that rank saved, or on "
+                "none",
             )
         return None
 
