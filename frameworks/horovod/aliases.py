@@ -6,7 +6,7 @@ import importlib
 import sys
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
@@ -74,6 +74,8 @@ class Aliases(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the spec of a module of Horovod's; ModuleNotFoundError for what Ringlet lacks."""
+        if name == "mxnet":
+            _prepare_for_mxnet()
         if name != "horovod" and not name.startswith("horovod."):
             return None
         if name not in ALIASES:
@@ -112,3 +114,9 @@ class Aliases(MetaPathFinder, Loader):
             importlib.import_module(name + _OPERATIONS)
         if name in _WITH_KERAS:
             importlib.import_module("ringlet.keras.keras2").install()
+
+
+def _prepare_for_mxnet() -> None:
+    """Give MXNet what it looks for in NumPy: Horovod's programs import it before their Horovod."""
+    if PathFinder.find_spec("mxnet") is not None:
+        importlib.import_module("ringlet.shared.removed_numpy_names").restore()

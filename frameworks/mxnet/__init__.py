@@ -12,7 +12,7 @@ hvd.broadcast_parameters(net.collect_params(), root_rank=0)
 from typing import TYPE_CHECKING, NoReturn
 
 from ringlet.job.requirements import need
-from ringlet.mxnet.removed_numpy_names import restore
+from ringlet.shared.removed_numpy_names import restore
 
 restore()
 need("mxnet", "ringlet.mxnet")

@@ -29,7 +29,6 @@ from ringlet.shared.arrays import flat
 from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.requests import (
     check_scatter,
-    check_some,
     check_splits,
 )
 
@@ -82,8 +81,11 @@ def grouped_allreduce(
     op: ReduceOp | None = None,
     compression: Spec = None,
 ) -> list[Any]:
-    """Return ``tensors`` combined over all ranks: all of them together, or none."""
-    return _reduced(list(tensors), Reduction.among(locals()))
+    """Return ``tensors`` combined over all ranks: all of them together, or none.
+
+    No tensors give an empty list at once, as in Horovod's module for MXNet, here and in the others.
+    """
+    return _reduced(list(tensors), Reduction.among(locals())) if tensors else []
 
 
 @public
@@ -99,7 +101,7 @@ def grouped_allreduce_(
     compression: Spec = None,
 ) -> list[Any]:
     """Combine tensors over all ranks together, in place, and return them."""
-    return _reduced_in_place(list(tensors), Reduction.among(locals()))
+    return _reduced_in_place(list(tensors), Reduction.among(locals())) if tensors else []
 
 
 def allgather(
@@ -119,8 +121,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Gather several tensors, all together or none."""
-    check_some(tensors, "allgather")
-    return _gathered(list(tensors), name, process_set)
+    return _gathered(list(tensors), name, process_set) if tensors else []
 
 
 def broadcast(
@@ -200,8 +201,7 @@ def grouped_reducescatter(
     compression: Spec = None,
 ) -> list[Any]:
     """Reduce-scatter several tensors, all of them together or none."""
-    check_some(tensors, "reducescatter")
-    return _scattered(list(tensors), Reduction.among(locals()))
+    return _scattered(list(tensors), Reduction.among(locals())) if tensors else []
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -238,7 +238,6 @@ def _reduced_in_place(tensors: list[Any], asked: Reduction) -> list[Any]:
 
 
 def _reduce(tensors: Sequence[Any], outputs: Sequence[Any], asked: Reduction) -> None:
-    check_some(tensors, "allreduce")
     asked.check_name()
     arrays, targets = [view(each) for each in tensors], [view(each) for each in outputs]
     named = _named(asked.kind("allreduce"), asked.name, asked.process_set)

@@ -101,6 +101,9 @@ def main():
     assert (moved.size, received.asnumpy().tolist()) == (2 * (rank + 1), [rank + 1] * 2)
     assert hvd.reducescatter(ones((4, 2)), op=hvd.Sum).asnumpy().tolist() == [[2, 2]] * 2
     assert hvd.grouped_reducescatter([ones(2), ones(4)])[1].shape == (2,)
+    grouped = (hvd.grouped_allreduce, hvd.grouped_allreduce_, hvd.grouped_allgather)
+    for each in (*grouped, hvd.grouped_reducescatter):
+        assert each([]) == []  # as a network without parameters of one's own asks for
     assert [each.shape for each in hvd.grouped_allgather([ones(1), ones((1, 2))])] == [(2,), (2, 2)]
     assert hvd.allgather_object(rank) == [0, 1]
     hvd.barrier()
@@ -248,6 +251,18 @@ def test_the_packages_that_the_page_names_are_enough():
 def test_what_horovods_examples_do(script):
     done = two_ranks(Path(__file__).with_name("horovod_scripts") / f"{script}.py")
     assert done.stdout.count(">: trained\n") == SIZE, done.stdout + done.stderr
+
+
+def test_programs_of_horovods_may_import_mxnet_first(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import mxnet as mx
+import horovod.mxnet as hvd
+hvd.init()
+print(hvd.allreduce(mx.nd.ones(3), op=hvd.Sum).asnumpy().tolist())
+""")
+    done = two_ranks(script)
+    assert done.stdout.count(">: [2.0, 2.0, 2.0]\n") == SIZE, done.stdout + done.stderr
 
 
 if __name__ == "__main__":
