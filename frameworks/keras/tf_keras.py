@@ -15,9 +15,14 @@ from ringlet.ring.callers import outside
 from ringlet.shared.gradients.optimizer_options import Options
 
 
+def is_tf_keras() -> bool:
+    """Whether ``tf.keras`` is the package tf_keras in this program."""
+    return os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
+
+
 def in_use() -> Any:
     """Return the package tf_keras if this program uses it, else None."""
-    if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+    if is_tf_keras():
         import tf_keras
 
         return tf_keras

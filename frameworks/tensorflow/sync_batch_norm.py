@@ -1,15 +1,16 @@
-"""Batch normalisation over the batches of all ranks."""
+"""Batch normalisation over the batches of all ranks, as a layer of what ``tf.keras`` is here."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
-import tensorflow as tf
 
 from ringlet.job.session import current
-from ringlet.ring.communicator import ReduceOp
-from ringlet.tensorflow.ops.reductions import allreduce
+from ringlet.keras import tf_keras
+from ringlet.tensorflow.batch_moments import moments_of_all
+
+__all__ = ["SyncBatchNormalization"]
 
 
 @keras.saving.register_keras_serializable(package="ringlet")
@@ -30,23 +31,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if current().size == 1:
             result: tuple[Any, Any] = super()._moments(inputs, mask)
             return result
-        axes, wide = self._reduction_axes, inputs  # Keras has widened 16-bit inputs
-        if mask is None:
-            weights = tf.ones(tf.shape(wide), wide.dtype)
-        else:
-            expanded = tf.cast(mask, wide.dtype)[..., tf.newaxis]
-            weights = tf.broadcast_to(expanded, tf.shape(wide))
-        # Two passes: the variance about the common mean does not cancel.
-        sums = tf.reduce_sum(wide * weights, axes), tf.reduce_sum(weights, axes)
-        totals = _summed(tf.stack(sums))
-        counts = tf.maximum(totals[1], 1.0)
-        mean = totals[0] / counts
-        shape = [1] * len(wide.shape)
-        shape[self.axis] = wide.shape[self.axis]
-        spread = weights * tf.square(wide - tf.reshape(mean, shape))
-        variance = _summed(tf.reduce_sum(spread, axes)) / counts
-        return mean, variance
+        return moments_of_all(inputs, self._reduction_axes, mask)  # Keras has widened 16-bit inputs
 
 
-def _summed(tensor: Any) -> Any:
-    return allreduce(tensor, op=ReduceOp.SUM)
+if not TYPE_CHECKING and tf_keras.is_tf_keras():  # whose models take no layers of Keras 3
+    from ringlet.tensorflow.tf_keras_batch_norm import SyncBatchNormalization

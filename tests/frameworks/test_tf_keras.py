@@ -19,6 +19,7 @@ import ringlet.tensorflow
 from ringlet.keras.optimizer_state import state_variables
 from ringlet.keras.tf_keras import velocities_of
 from ringlet.keras.value_collectives import variables_equal
+from ringlet.tensorflow.tf_keras_batch_norm import SyncBatchNormalization
 
 pytestmark = pytest.mark.preloaded("tensorflow")
 
@@ -429,6 +430,45 @@ def case_gradients_of_its_own_that_count_as_reduced_are_warned_of():
             optimizer.apply_gradients([(tf.constant([1.0]), w)], **options)
 
 
+def case_sync_batch_norm():
+    """The layer of tf_keras normalises with all ranks' batches, in a loop, with a mask, in fit."""
+    rank, size = hvd.rank(), hvd.size()
+    whole = tf.random.stateless_normal([5 * size, 3, 4], [3, 1])
+    start = rank * 5 - rank  # batches of different sizes: the last rank's is longer
+    own = slice(start, 5 * size if rank == size - 1 else start + 4)
+    mask = tf.random.stateless_uniform([5 * size, 3], [3, 2]) > 0.4
+    for masked in (False, True):
+        plain, synced = tf_keras.layers.BatchNormalization(fused=False), SyncBatchNormalization()
+        want = plain(whole, training=True, mask=mask if masked else None)
+        for number, wrap in enumerate((lambda f: f, tf.function)):
+
+            @wrap
+            def run(synced=synced, masked=masked):
+                return synced(whole[own], training=True, mask=mask[own] if masked else None)
+
+            assert np.allclose(run(), want[own], atol=1e-5)
+            if not number:
+                assert np.allclose(synced.moving_mean, plain.moving_mean, atol=1e-5)
+                assert np.allclose(synced.moving_variance, plain.moving_variance, atol=1e-5)
+        assert np.allclose(synced(whole, training=False), synced(whole), atol=1e-6)
+    images = tf.random.stateless_normal([2 * size, 3, 3, 2], [3, 3])  # where Keras fuses
+    plain, synced = tf_keras.layers.BatchNormalization(fused=False), SyncBatchNormalization()
+    want = plain(images, training=True)[2 * rank : 2 * rank + 2]
+    assert np.allclose(synced(images[2 * rank : 2 * rank + 2], training=True), want, atol=1e-5)
+    model = small()
+    model.add(SyncBatchNormalization())
+    model.compile(hvd.DistributedOptimizer(tf_keras.optimizers.SGD(0.1)), "mse")
+    fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert variables_equal(model.weights)
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in (".keras", ".h5"):
+            model.save(f"{folder}/model{kind}")
+            again = hvd.load_model(f"{folder}/model{kind}")
+            assert isinstance(again.layers[-1], SyncBatchNormalization)
+    with pytest.raises(ValueError, match="fused"):
+        SyncBatchNormalization(fused=True)
+
+
 CASES = [name for name in dir() if name.startswith("case_")]
 
 
@@ -445,6 +485,9 @@ import ringlet.tensorflow.keras as hvd
 hvd.init()
 optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(1.0))
 assert type(optimizer).__module__.startswith("tf_keras.") and optimizer.residual_norm() == 0
+import ringlet.tensorflow
+model = tf.keras.Sequential([ringlet.tensorflow.SyncBatchNormalization()])
+assert model(tf.ones([2, 3])).shape == (2, 3)
 """
     ran = subprocess.run(
         [sys.executable, "-c", program],
