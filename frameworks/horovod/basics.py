@@ -36,6 +36,7 @@ __all__ = [
     "nccl_built",
     "num_rank_is_power_2",
     "split_list",
+    "sycl_built",
 ]
 
 
@@ -68,6 +69,7 @@ class HorovodBasics:
     ccl_built = staticmethod(capabilities.ccl_built)
     cuda_built = staticmethod(capabilities.cuda_built)
     rocm_built = staticmethod(capabilities.rocm_built)
+    sycl_built = staticmethod(capabilities.sycl_built)
     _get_process_set_ids_and_ranks = staticmethod(process_set_ranks)
 
     def __init__(self, *_: Any) -> None:
@@ -111,6 +113,11 @@ def ddl_built(verbose: bool = False) -> bool:
 def ccl_built(verbose: bool = False) -> bool:
     """Whether Intel's oneCCL is there: it is not."""
     return capabilities.ccl_built()
+
+
+def sycl_built(verbose: bool = False) -> bool:
+    """Whether SYCL, for Intel's GPUs, is there: it is not."""
+    return capabilities.sycl_built()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from ringlet.job.capabilities import (
     mpi_threads_supported,
     nccl_built,
     rocm_built,
+    sycl_built,
 )
 from ringlet.job.lifecycle import init
 from ringlet.job.observation import start_metrics, start_timeline, stop_timeline, timeline_span
@@ -83,5 +84,6 @@ __all__ = [
     "start_timeline",
     "stats",
     "stop_timeline",
+    "sycl_built",
     "timeline_span",
 ]

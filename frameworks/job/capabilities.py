@@ -90,3 +90,8 @@ def ddl_built() -> bool:
 def ccl_built() -> bool:
     """Whether Intel's oneCCL is supported: no."""
     return False
+
+
+def sycl_built() -> bool:
+    """Whether tensors on Intel's GPUs, by SYCL, can be reduced: no."""
+    return False

@@ -142,7 +142,7 @@ for name in names:
         parent, _, child = name.rpartition(".")
         assert not parent or hasattr(sys.modules[parent], child), name
 from horovod.common.elastic import State
-from horovod.common.util import env, gloo_built, gpu_available, is_iterable, nccl_built
+from horovod.common.util import env, gloo_built, gpu_available, is_iterable, nccl_built, sycl_built
 from horovod.data import AsyncDataLoaderMixin
 from horovod.data.data_loader_base import BaseDataLoader
 import os
@@ -151,6 +151,7 @@ import ringlet.data_loaders
 
 assert BaseDataLoader is ringlet.data_loaders.BaseDataLoader
 assert gloo_built(verbose=True) and nccl_built() == hvd.nccl_built()
+assert not sycl_built(verbose=True) and not hvd.sycl_built()  # of Horovod's main branch
 assert not gpu_available("torch") or hvd.cuda_built()
 assert is_iterable("ab") and not is_iterable(1)
 with env(LEFT="1", KEPT=None):
