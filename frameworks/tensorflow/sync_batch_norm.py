@@ -35,4 +35,6 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 if not TYPE_CHECKING and tf_keras.is_tf_keras():  # whose models take no layers of Keras 3
-    from ringlet.tensorflow.tf_keras_batch_norm import SyncBatchNormalization
+    from ringlet.tensorflow.tf_keras_batch_norm import (
+        SyncBatchNormalizationOfTfKeras as SyncBatchNormalization,
+    )

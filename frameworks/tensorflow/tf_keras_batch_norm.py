@@ -10,8 +10,8 @@ from ringlet.job.session import current
 from ringlet.tensorflow.batch_moments import moments_of_all
 
 
-@tf_keras.utils.register_keras_serializable(package="ringlet")
-class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
+@tf_keras.utils.register_keras_serializable(package="ringlet", name="SyncBatchNormalization")
+class SyncBatchNormalizationOfTfKeras(tf_keras.layers.BatchNormalization):
     """Normalise with the mean and variance of all ranks' batches together.
 
     Arguments and state are those of ``tf_keras.layers.BatchNormalization``; outside training, and

@@ -19,7 +19,7 @@ import ringlet.tensorflow
 from ringlet.keras.optimizer_state import state_variables
 from ringlet.keras.tf_keras import velocities_of
 from ringlet.keras.value_collectives import variables_equal
-from ringlet.tensorflow.tf_keras_batch_norm import SyncBatchNormalization
+from ringlet.tensorflow.tf_keras_batch_norm import SyncBatchNormalizationOfTfKeras
 
 pytestmark = pytest.mark.preloaded("tensorflow")
 
@@ -438,7 +438,10 @@ def case_sync_batch_norm():
     own = slice(start, 5 * size if rank == size - 1 else start + 4)
     mask = tf.random.stateless_uniform([5 * size, 3], [3, 2]) > 0.4
     for masked in (False, True):
-        plain, synced = tf_keras.layers.BatchNormalization(fused=False), SyncBatchNormalization()
+        plain, synced = (
+            tf_keras.layers.BatchNormalization(fused=False),
+            SyncBatchNormalizationOfTfKeras(),
+        )
         want = plain(whole, training=True, mask=mask if masked else None)
         for number, wrap in enumerate((lambda f: f, tf.function)):
 
@@ -452,11 +455,14 @@ def case_sync_batch_norm():
                 assert np.allclose(synced.moving_variance, plain.moving_variance, atol=1e-5)
         assert np.allclose(synced(whole, training=False), synced(whole), atol=1e-6)
     images = tf.random.stateless_normal([2 * size, 3, 3, 2], [3, 3])  # where Keras fuses
-    plain, synced = tf_keras.layers.BatchNormalization(fused=False), SyncBatchNormalization()
+    plain, synced = (
+        tf_keras.layers.BatchNormalization(fused=False),
+        SyncBatchNormalizationOfTfKeras(),
+    )
     want = plain(images, training=True)[2 * rank : 2 * rank + 2]
     assert np.allclose(synced(images[2 * rank : 2 * rank + 2], training=True), want, atol=1e-5)
     model = small()
-    model.add(SyncBatchNormalization())
+    model.add(SyncBatchNormalizationOfTfKeras())
     model.compile(hvd.DistributedOptimizer(tf_keras.optimizers.SGD(0.1)), "mse")
     fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     assert variables_equal(model.weights)
@@ -464,9 +470,9 @@ def case_sync_batch_norm():
         for kind in (".keras", ".h5"):
             model.save(f"{folder}/model{kind}")
             again = hvd.load_model(f"{folder}/model{kind}")
-            assert isinstance(again.layers[-1], SyncBatchNormalization)
+            assert isinstance(again.layers[-1], SyncBatchNormalizationOfTfKeras)
     with pytest.raises(ValueError, match="fused"):
-        SyncBatchNormalization(fused=True)
+        SyncBatchNormalizationOfTfKeras(fused=True)
 
 
 CASES = [name for name in dir() if name.startswith("case_")]
