@@ -504,7 +504,7 @@ def case_horovods_way_to_resume():
             assert all(words in text for words in said), text
             assert (parted in text) == (parted in said), text
             assert "Save and load optimizer.state_dict() on every rank" in text
-            assert caught[0].filename == __file__
+            assert caught[0].filename == train.__code__.co_filename  # or cloudpickle's word for it
         kept_some = spec.endswith("| ef") and hvd.rank() == 0
         assert (resumed.residual_norm() > 0) == kept_some, spec
         train(again, resumed, 2, start=3)
