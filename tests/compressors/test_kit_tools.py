@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringlet.compressors import Int8
+from ringlet.compressors import Compressor, Int8
 from ringlet.compressors.testing import CheckFailed, simulate
+from ringlet.compressors.testing.catalogue import all_checks
 from ringlet.compressors.testing.tools import inputs, named_check, other_process, other_time
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.other_process import OtherProcess
@@ -305,6 +306,46 @@ def test_a_plugin_that_exits_does_not_end_the_kit(status, reason):
     told = str(failure.value)
     assert f"SystemExit: {reason} (test_kit_tools.py, line" in told
     assert "To exit ends the user's program: raise CompressorError" in told
+
+
+class Whole(Compressor):
+    def compress(self, x, ctx):
+        return {"values": x.copy()}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+
+class GoesToTheRoot(Whole):
+    def compress(self, x, ctx):
+        os.chdir("/")
+        return super().compress(x, ctx)
+
+
+class RunsOnOneCore(Whole):
+    def compress(self, x, ctx):
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        return super().compress(x, ctx)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "changed"),
+    [
+        (GoesToTheRoot(), "os.chdir"),
+        pytest.param(
+            RunsOnOneCore(),
+            "os.sched_setaffinity",
+            marks=pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores"),
+        ),
+    ],
+)
+def test_what_an_earlier_check_has_seen_change_changes_again(plugin, changed):
+    before = os.getcwd(), os.sched_getaffinity(0)
+    checks = {check.name: check for check in all_checks()}
+    checks["compresses_a_tensor"](plugin)
+    with pytest.raises(CheckFailed, match=changed):
+        checks["leaves_the_program_alone"](plugin)
+    assert (os.getcwd(), os.sched_getaffinity(0)) == before
 
 
 def check_of_what_forks(status):

@@ -7,10 +7,12 @@ import functools
 import gc
 import importlib
 import io
+import locale
 import logging
 import os
 import pickle
 import random
+import signal
 import sys
 import threading
 import warnings
@@ -39,6 +41,7 @@ _COLLECTIONS = (list, dict, set, deque, bytearray)
 _LONG = (tuple, str, bytes, np.ndarray)  # what grows by being made anew
 _CACHE = functools._lru_cache_wrapper
 _OPEN = Path("/dev/fd")  # files that this process has open, where there is such a folder
+_ALL = locale.LC_ALL
 _FILTERS, _VARIABLES = "the filters of warnings", "os.environ"
 # What importing a library for the first time may change, and no plugin is blamed for.
 _BY_IMPORTS = (_FILTERS, _VARIABLES)
@@ -62,8 +65,8 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
     """
     with known_surroundings():
         _calls(compressor)  # whose first one may compile, and start threads that stay
-        with known_surroundings():
-            changed = _changed_by_calls(compressor)
+    with known_surroundings():
+        changed = _changed_by_calls(compressor)
     modules = {cls.__module__ for cls in classes(compressor)}
     if not are_ours(modules):
         # What is set at the first call alone shows where there was none.
@@ -142,27 +145,50 @@ def _surroundings() -> dict[str, object]:
         "the working directory (os.chdir)": os.getcwd(),
         "what gc.disable() or gc.set_threshold() sets": repr((gc.isenabled(), gc.get_threshold())),
         "what logging.disable() sets": repr(logging.root.manager.disable),
+        "the root logger (logging.basicConfig)": (logging.root.level, list(logging.root.handlers)),
         "what sys.setrecursionlimit() sets": repr(sys.getrecursionlimit()),
+        "what sys.setswitchinterval() sets": sys.getswitchinterval(),
+        "what is called for exceptions (sys.excepthook)": (sys.excepthook, threading.excepthook),
+        "what signals do (signal.signal)": _signals(),
+        "what locale.setlocale() sets": locale.setlocale(_ALL),
+        "who may read new files (os.umask)": _mask(),
     }
+    if hasattr(os, "sched_getaffinity"):
+        found["the cores to run on (os.sched_setaffinity)"] = os.sched_getaffinity(0)
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_rng_state"):
         state = torch.get_rng_state().numpy().tobytes()
         found["PyTorch's own generator (torch.manual_seed)"] = state
         found["what torch.set_num_threads() sets"] = torch.get_num_threads()
+        found["what torch.set_default_dtype() sets"] = str(torch.get_default_dtype())
+        found["what torch.set_grad_enabled() sets"] = torch.is_grad_enabled()
     return found
+
+
+def _signals() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _mask() -> int:
+    mask = os.umask(0o077)  # there is no other way to ask
+    os.umask(mask)
+    return mask
 
 
 @contextlib.contextmanager
 def known_surroundings() -> Iterator[None]:
     """Set what plugins set by mistake to what none of them does; restore it at the end."""
     folder, collects, disabled = os.getcwd(), gc.isenabled(), logging.root.manager.disable
-    generators = np.random.get_state(), random.getstate()
+    generators, mask, signals = (np.random.get_state(), random.getstate()), _mask(), _signals()
+    level, handlers, words = logging.root.level, [*logging.root.handlers], locale.setlocale(_ALL)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     with (
         warnings.catch_warnings(),
         np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
         np.printoptions(precision=7, suppress=False),
         environment(),
     ):
+        os.umask(0o067)  # which nobody sets
         warnings.simplefilter("ignore")
         warnings.simplefilter("default", _Mark)
         for name in _THREADS:
@@ -175,10 +201,26 @@ def known_surroundings() -> Iterator[None]:
             yield
         finally:
             os.chdir(folder)
+            os.umask(mask)
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+            locale.setlocale(_ALL, words)
+            _put_back(signals)
+            logging.root.setLevel(level)
+            logging.root.handlers[:] = handlers
             (gc.enable if collects else gc.disable)()
             logging.disable(disabled)
             np.random.set_state(generators[0])
             random.setstate(generators[1])
+
+
+def _put_back(signals: dict[int, Any]) -> None:
+    """Let signals do what they did; only the main thread can say so, and change it before."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number, before in signals.items():
+        if signal.getsignal(number) != before:
+            signal.signal(number, before)
 
 
 def _check_given_back(compressor: Compressor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 from ringlet.compressors.specs.parser import resolve
@@ -55,7 +55,7 @@ class Named:
         """Run the check on a plugin or spec; raises CheckFailed."""
         target = self._resolve(plugin)
         try:
-            with given_up_after(_PATIENCE), exits_raised():
+            with given_up_after(_PATIENCE), exits_raised(), _place_kept():
                 self._check(target)
         except (Exception, GivenUp, SystemExit) as error:
             reason = told(error)
@@ -89,6 +89,17 @@ def exits_raised() -> Iterator[None]:
         yield
     finally:
         os._exit = leave
+
+
+@contextmanager
+def _place_kept() -> Iterator[None]:
+    """Go back to this folder, and these cores: who leaves them is seen to do so in each check."""
+    with ExitStack() as back:
+        with suppress(OSError):  # it was removed
+            back.callback(os.chdir, os.getcwd())
+        if hasattr(os, "sched_setaffinity"):
+            back.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+        yield
 
 
 def _hints(error: BaseException) -> list[str]:

@@ -2,8 +2,10 @@
 
 import functools
 import gc
+import locale
 import logging
 import os
+import signal
 import threading
 import warnings
 from typing import ClassVar
@@ -126,6 +128,38 @@ class ChangesFolder(Whole):
 
     def compress(self, x, ctx):
         os.chdir("/")
+        return super().compress(x, ctx)
+
+
+class KeepsFilesToItself(Whole):
+    """Lets nobody else read the files of its cache, nor what the program writes later."""
+
+    def compress(self, x, ctx):
+        os.umask(0o027)
+        return super().compress(x, ctx)
+
+
+class TakesASignal(Whole):
+    """Tells what it remembers when it is asked by a signal, which the program waits for."""
+
+    def compress(self, x, ctx):
+        signal.signal(signal.SIGUSR2, print)
+        return super().compress(x, ctx)
+
+
+class SpeaksPlainC(Whole):
+    """Takes the plainest locale, to write numbers with a dot: the program's words go with it."""
+
+    def compress(self, x, ctx):
+        locale.setlocale(locale.LC_ALL, "C")
+        return super().compress(x, ctx)
+
+
+class LogsItsSteps(Whole):
+    """Sets logging up, where the program does so later, in vain."""
+
+    def compress(self, x, ctx):
+        logging.basicConfig(level=logging.DEBUG)
         return super().compress(x, ctx)
 
 
