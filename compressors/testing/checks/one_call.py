@@ -347,7 +347,7 @@ def check_deterministic(compressor: Compressor) -> None:
 @needs(*PURE, "every_rank_takes_part")
 def check_every_shape_and_name(compressor: Compressor) -> None:
     """A convolution's weight has four dimensions, and a tensor is called what its framework calls
-    it: a model whose layers fit neither ends at its first step.
+    it: a model whose layers fit neither ends at its first step, or never trains one of them.
 
     Take len(ctx.shape) as it comes: ctx.shape[0] and x.size // ctx.shape[0] make a matrix of any
     but a scalar, which x is already flat for. Put no name into an array of fixed length:
@@ -355,6 +355,7 @@ def check_every_shape_and_name(compressor: Compressor) -> None:
     """
     fields: list[dict[str, Any]] = [{"shape": shape} for shape in _SHAPES]
     fields += [{"name": name} for name in _NAMES]
+    arrives: dict[str, bool] = {}
     for given in fields:
         x, before = gaussian(720, 1), gaussian(720, 1)
         states: list[dict[str, Any]] = [{}, {}]
@@ -370,6 +371,12 @@ def check_every_shape_and_name(compressor: Compressor) -> None:
         )
         _check_two_apart(compressor, x, given)
         assert np.isfinite(outs).all(), f"a tensor with {given} comes out as NaN or Inf"
+        if "name" in given:
+            arrives[given["name"]] = bool(np.any(outs))
+    lost = [name for name, some in arrives.items() if not some]
+    assert not lost or len(lost) == len(arrives), (
+        f"nothing of a tensor named {lost[0]!r} arrives, and of others it does"
+    )
 
 
 def _check_two_apart(compressor: Compressor, x: Array, given: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from contextlib import suppress
 
 import numpy as np
@@ -26,6 +27,7 @@ _WIDER = (255, 256, 257, 258, 65535, 65536, 65537, 65538)
 _TURNS = 34
 _LATE = 70_000  # a step behind most warm-ups and schedules
 _BLOCKS = ((1 << 22) + 40_000, (1 << 22) + 1)
+_TEMPORARY = 64  # times the memory of a tensor that a call may take besides
 _LARGE = ((200_000, 150_000), ((1 << 24) + 40_000, 1 << 24))
 
 
@@ -385,7 +387,36 @@ def _block(compressor: Compressor) -> int:
     return granule if granule >= 8 and granule % 2 == 0 else 64
 
 
+@needs(*PURE)
+def check_fits_beside_its_tensor(compressor: Compressor) -> None:
+    """The largest layer of a model may take a tenth of the memory: a plugin that takes a hundred
+    times as much meanwhile ends the run there, and was quick with small ones.
+
+    Compare with levels one after the other, or by np.searchsorted, and not with all of them in a
+    table of values times levels; cut what needs such a table into parts of some thousand values.
+    """
+    n = (1 << 17) + 3
+    x = gaussian(n, 1)
+    simulate(compressor, [x])  # which compiles, and makes what is kept
+    traced = tracemalloc.is_tracing()
+    if not traced:
+        tracemalloc.start()
+    try:
+        tracemalloc.reset_peak()
+        begun, _ = tracemalloc.get_traced_memory()
+        simulate(compressor, [x])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        if not traced:
+            tracemalloc.stop()
+    times = (peak - begun) / x.nbytes
+    assert times <= _TEMPORARY, (
+        f"a call takes {times:.0f} times the memory of its tensor, of {n} elements, for a while"
+    )
+
+
 CHECKS = (
+    check_fits_beside_its_tensor,
     check_large_tensors,
     check_every_part_of_a_large_tensor,
     check_the_last_element_counts,
