@@ -9,13 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringlet.compressors import Compressor, Int8
+from ringlet.compressors import Int8
 from ringlet.compressors.testing import CheckFailed, simulate
 from ringlet.compressors.testing.catalogue import all_checks
 from ringlet.compressors.testing.tools import inputs, named_check, other_process, other_time
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.other_process import OtherProcess
 from ringlet.compressors.testing.tools.patience import given_up_after
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from broken.program import ChangesFolder
+from broken.right import Whole
 
 
 def drawn():
@@ -308,20 +313,6 @@ def test_a_plugin_that_exits_does_not_end_the_kit(status, reason):
     assert "To exit ends the user's program: raise CompressorError" in told
 
 
-class Whole(Compressor):
-    def compress(self, x, ctx):
-        return {"values": x.copy()}
-
-    def decompress(self, payload, out, ctx):
-        out[:] = payload["values"]
-
-
-class GoesToTheRoot(Whole):
-    def compress(self, x, ctx):
-        os.chdir("/")
-        return super().compress(x, ctx)
-
-
 class RunsOnOneCore(Whole):
     def compress(self, x, ctx):
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
@@ -331,7 +322,7 @@ class RunsOnOneCore(Whole):
 @pytest.mark.parametrize(
     ("plugin", "changed"),
     [
-        (GoesToTheRoot(), "os.chdir"),
+        (ChangesFolder(), "os.chdir"),
         pytest.param(
             RunsOnOneCore(),
             "os.sched_setaffinity",

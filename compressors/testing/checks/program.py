@@ -57,11 +57,11 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
     by the user's program: a plugin that sets them changes what has nothing to do with it, and what
     it never gives back ends a run after days.
 
-    Leave np.random.seed(), np.seterr(), warnings.filterwarnings(), os.environ and the like to the
-    user, at the top of a module too. What np.errstate(...) or warnings.catch_warnings() sets lasts
-    as long as its with-block. Print nothing. Start threads once, in a pool, close what is opened,
-    and keep no list, dict or object on the class or in the module that grows with every call, nor
-    an lru_cache without a limit.
+    Leave np.random.seed(), np.seterr(), warnings.filterwarnings(), logging.basicConfig(),
+    signal.signal(), os.environ and the like to the user, at the top of a module too. What
+    np.errstate(...) or warnings.catch_warnings() sets lasts as long as its with-block. Print
+    nothing. Start threads once, in a pool, close what is opened, and keep no list, dict or object
+    on the class or in the module that grows with every call, nor an lru_cache without a limit.
     """
     with known_surroundings():
         _calls(compressor)  # whose first one may compile, and start threads that stay
@@ -219,7 +219,7 @@ def _put_back(signals: dict[int, Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     for number, before in signals.items():
-        if signal.getsignal(number) != before:
+        if before is not None and signal.getsignal(number) != before:  # None: a library's, in C
             signal.signal(number, before)
 
 
