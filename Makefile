@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 INSTALL := python -m pip install --quiet --no-compile --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu bench-gpu test-mxnet test-huggingface lint types workflows check clean
+.PHONY: demo test kernels test-engines test-install docs docs-serve figures stress faults test-bounds test-gpu bench-gpu test-mxnet test-huggingface lint types workflows check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -16,7 +16,7 @@ demo: $(VENV)/.demo
 # A process that crashes ends the run: with another in its place pytest-xdist waits for ever.
 JOBS ?= 3
 
-test: $(VENV)/.test
+test: kernels
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Against real engines, in an environment of their own, one at a time. Java for Spark, and the packages
@@ -26,7 +26,11 @@ ENGINES_VENV := .venv-engines
 test-engines: $(ENGINES_VENV)/.made
 	set -e; for engine in $(ENGINES); do $(ENGINES_VENV)/bin/python -m pytest tests/engines/test_$$engine.py; done
 
-stress: $(VENV)/.test
+# Before tests ask for them: a job that has to compile takes minutes, and has a limit of time.
+kernels: $(VENV)/.test
+	$(BIN)/python tests/kernel_cache.py
+
+stress: kernels
 	$(BIN)/python tests/stress.py
 
 # Every fault there is a promise about, with half an hour of chaos.
@@ -67,7 +71,7 @@ bench-gpu:
 # MXNet asks for a NumPy that nothing else here runs with, and works with another: no dependencies.
 # In a folder of its own, so that what else the environment holds stays as its packages ask.
 MXNET := .mxnet
-test-mxnet: $(VENV)/.test $(MXNET)/.made
+test-mxnet: kernels $(MXNET)/.made
 	PYTHONPATH=$(CURDIR)/$(MXNET) $(BIN)/python -m pytest -n 2 --dist loadfile tests/mxnet
 
 $(MXNET)/.made: constraints.txt | $(VENV)/.made

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import hashlib
 import os
 import re
 import subprocess
@@ -23,18 +22,10 @@ settings.register_profile(
 settings.register_profile("gate", settings.get_profile("default"), derandomize=True)
 settings.load_profile("gate" if os.environ.get("CI") else "default")
 
-# Numba looks at a kernel's own file for changes, not at the ones it calls into: a cache of its own
-# for every state of the sources keeps tests from running yesterday's kernels.
 ROOT = Path(__file__).parents[1]
-KERNELS = ROOT / "compressors" / "kernels" / "cpu"
-SOURCES = [
-    *sorted(KERNELS.rglob("*.py")),
-    *(ROOT / "ring" / f"{name}.py" for name in ("float16", "jit")),
-]
-STATE = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:16]
-# Nor does it look at whether kernels check bounds: those that do have a cache of their own too.
-BOUNDS = "-bounds" if os.environ.get("NUMBA_BOUNDSCHECK", "0") not in ("", "0") else ""
-os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".kernels" / (STATE + BOUNDS)))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+import kernel_cache  # noqa: E402, F401 - it names their folder, for every process
+
 # TensorFlow reads it when it is imported; what a fork server has imported must have seen it too.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # A process that crashes says where.
@@ -57,7 +48,6 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
 gc.disable()  # until all test files are imported: it walks all that they import, again and again
 import fork_server  # noqa: E402 - when the environment is as every test finds it
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kernel_cache import SPECS
+
 from ringlet.compressors.testing.tools.built_in import every_spec
 
 CODE = """
@@ -32,17 +34,6 @@ for spec in {specs!r}:
         late = compiled() - warm
         assert not late, f"a step of {{spec}} compiles what warm_up() did not: {{late}}"
 """
-SPECS = [
-    "fp16", "bf16", "fp8", "fp8(format='e5m2', block=64)", "mxfp8",
-    "mxfp6(stochastic=True)", "mxfp4", "nvfp4(stochastic=True)", "int8", "int4(stochastic=True)",
-    "minmax", "qsgd", "natural", "terngrad", "onebit", "signsgd", "topk", "block_topk",
-    "block_topk(bits=2)",
-    "block_topk(ratio=0.25, block=64, bits=8, dct=True)", "randomk", "threshold", "topk_sampled",
-    "sidco", "lossless", "lossless(dtype='fp32')", "shared_int", "shared_int(stochastic=True)",
-    "terngrad_shared", "powersgd", "acpsgd", "topk | int8 | ef", "int4 | hadamard | ef",
-    "qsgd(bits=4) | scaled | ef", "int8 | server_ef", "int8 | ef21", "topk | momentum_correction",
-    "powersgd | ef", "int8 | ef(dtype='bf16')", "topk | ef(dtype='int8', reset=1)",
-]  # fmt: skip
 
 
 def files(folder):
