@@ -41,11 +41,11 @@ SPECS = [
 
 
 def compile_all() -> None:
-    """Compile what is not in the folder yet; a file there says that all of it was."""
+    """Compile what is not in the folder yet; a file there says of which sources all of it was."""
     from ringlet.compressors.testing.tools.built_in import every_spec
     from ringlet.job.warm_up import warm_up
 
-    made = Path(os.environ["NUMBA_CACHE_DIR"]) / "compiled"
+    made = Path(os.environ["NUMBA_CACHE_DIR"]) / f"compiled-{STATE}"
     if made.exists():
         return
     cores, began = len(os.sched_getaffinity(0)), time.monotonic()
