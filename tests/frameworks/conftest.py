@@ -84,13 +84,14 @@ def run_case(request: pytest.FixtureRequest) -> RunCase:
     """Return a function that fails unless a case passed on every rank of a job.
 
     All functions named ``case_*`` of the test's module run in one job per transport and size, but
-    for those that its ``SIZES`` keeps for others; "alone" is a rank without a launcher.
+    for those that its ``SIZES`` keeps for others; "alone" is a rank without a launcher. A module
+    whose job would take too long for one test says how many ``CASES_PER_JOB``.
     """
     cloudpickle.register_pickle_by_value(request.module)
 
     @cache
-    def job(transport: str, size: int) -> list[dict[str, str]] | Exception:
-        cases = _cases(request.module, size)
+    def job(transport: str, size: int, first: int, per: int) -> list[dict[str, str]] | Exception:
+        cases = _cases(request.module, size)[first : first + per]
         if transport == "alone":  # a process that nobody launched: this one
             return [outcomes(cases, watched=False)]
         try:
@@ -99,7 +100,10 @@ def run_case(request: pytest.FixtureRequest) -> RunCase:
             return error
 
     def check(case: Case, transport: str, size: int) -> None:
-        told = job(transport, size)
+        cases = _cases(request.module, size)
+        per = getattr(request.module, "CASES_PER_JOB", len(cases))
+        first = cases.index(case) // per * per
+        told = job(transport, size, first, per)
         if isinstance(told, Exception):
             raise told
         failed = [f"rank {r}: {t[case.__name__]}" for r, t in enumerate(told) if t[case.__name__]]

@@ -987,6 +987,7 @@ def case_saved_models_under_the_alias():
 
 
 CASES = [name for name in dir() if name.startswith("case_")]
+CASES_PER_JOB = 12
 
 
 @pytest.mark.parametrize("case", CASES)

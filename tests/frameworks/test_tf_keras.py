@@ -476,6 +476,7 @@ def case_sync_batch_norm():
 
 
 CASES = [name for name in dir() if name.startswith("case_")]
+CASES_PER_JOB = 8
 
 
 @pytest.mark.parametrize("case", CASES)
