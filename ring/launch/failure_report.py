@@ -62,6 +62,11 @@ class FailureReport:
             return True
         return False
 
+    def awaits_cause(self) -> bool:
+        """Whether a rank has failed, and ``reached`` has settled on none yet."""
+        # By what was settled, not by the clock: time may be up between two looks at it.
+        return self.first is None and any(rank.code for rank in self._rank_table.ranks)
+
     def missed(self, number: int) -> None:
         """Note a rank that has ended well before MPI_Init, in which others wait for it."""
         self._missed = self._rank_table.ranks[number]

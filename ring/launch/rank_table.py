@@ -84,10 +84,6 @@ class RankTable:
             return first
         return first if time.monotonic_ns() - first.when > CAUSE_NS else None
 
-    def awaits_cause(self) -> bool:
-        """Whether a rank has failed, but maybe not as the first."""
-        return any(rank.code for rank in self.ranks) and self.first_failed() is None
-
     def engage(self, guest: Guest) -> bool:
         """Have a wrapper that has just reported run its rank; false if it is not wanted."""
         rank = self.ranks[guest.rank]

@@ -42,8 +42,8 @@ class Termination:
 
     @property
     def explained(self) -> bool:
-        """Whether all is known about why the job failed, if it has."""
-        return self._failure.explained(self.killed)
+        """Whether it was said why the job failed, if it has."""
+        return self._failure.first is None or self._announced
 
     def forward(self, number: int) -> None:
         """Pass signal ``number`` on to every rank; the second SIGINT kills."""
@@ -72,7 +72,8 @@ class Termination:
         if self._ask_at is not None and now >= self._ask_at:
             self._end_others()
         first = self._failure.first
-        if first and first.done and not self._announced and self.explained:
+        known = self._failure.explained(self.killed)
+        if first and first.done and not self._announced and known:
             self._announced = True  # after what the rank had to say itself
             if not self.forwarded:
                 others = bool(self._failure.running) and self._failure.aborted() is None
@@ -94,7 +95,9 @@ class Termination:
     def patience(self) -> float | None:
         """Return for how many milliseconds nothing has to be looked at, None for ever."""
         timeout: float | None = None
-        if self._rank_table.missing() or not self.explained or self._rank_table.awaits_cause():
+        # By what judge() has settled, never by a condition that may have changed since: that would
+        # be waited for without end.
+        if self._rank_table.missing() or not self.explained or self._failure.awaits_cause():
             timeout = 100.0  # look now and then whether they, or mpiexec, still run
         next_at = self._ask_at if self._kill_at is None else self._kill_at
         if self._kill_at is not None and self._elsewhere():

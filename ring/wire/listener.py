@@ -60,21 +60,23 @@ class Listener:
         self._listener = listen(host, max(128, 2 * size), port)
         self._listener.setblocking(False)
         self._strangers: list[_Stranger] = []  # the oldest first
-        self._pause = 0.0  # until when nobody is let in, monotonic seconds,
+        self._pause = 0.0  # until when nobody is let in, monotonic seconds (0: they are),
         self._short = ""  # why, and
         self._told = False  # whether that was told
         self.address = with_port(host, self._listener.getsockname()[1])
 
     def sources(self) -> list[int]:
         """Return the descriptors to poll for reading."""
-        door = [] if time.monotonic() < self._pause else [self._listener.fileno()]
+        if time.monotonic() >= self._pause:
+            self._pause = 0.0
+        door = [] if self._pause else [self._listener.fileno()]
         return [*door, *(each.sock.fileno() for each in self._strangers)]
 
     def patience(self) -> float | None:
         """Return for how many seconds nobody's time is up, None for ever."""
         now = time.monotonic()
         times = [stranger.limit for stranger in self._strangers[:1]]
-        if now < self._pause:
+        if self._pause:  # whatever the clock says by now: sources() left the door out
             times.append(self._pause)
         return max(0.0, min(times) - now) if times else None
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,6 +117,26 @@ def test_strangers_are_sent_away_in_time_though_nothing_else_happens(
         data = silent.recv(2 * GREETING)
         assert len(data) == GREETING
         assert silent.recv(1) == b""
+
+
+def test_a_door_that_was_left_out_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the time for which it is shut may be up just after what to poll was chosen."""
+
+    def short() -> tuple[socket.socket, str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(door_module, "PAUSE", 0.05)
+    with contextlib.closing(Listener(2)) as listener:
+        (door,) = listener.sources()
+        without = SimpleNamespace(accept=short, fileno=listener._listener.fileno)
+        with monkeypatch.context() as patch:
+            patch.setattr(listener, "_listener", without)
+            assert listener.admit({door}) == []
+        assert listener.sources() == []
+        select.select([], [], [], 0.06)
+        assert listener.patience() == 0.0
+        assert listener.sources() == [door]
+        assert listener.patience() is None
 
 
 def test_whoever_is_cut_off_tries_again(monkeypatch: pytest.MonkeyPatch, porter: Porter) -> None:

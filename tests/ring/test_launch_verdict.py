@@ -7,17 +7,22 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
+import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from ringlet.ring.errors import LOST_PEER
-from ringlet.ring.launch import failure_report, start
+from ringlet.ring.launch import failure_report, rank_table, start
 from ringlet.ring.launch.failure_report import FailureReport
-from ringlet.ring.launch.rank_table import Rank, RankTable
+from ringlet.ring.launch.rank_table import CAUSE_NS, Rank, RankTable
+from ringlet.ring.launch.start import Started
+from ringlet.ring.launch.termination import Termination
 from ringlet.ring.processes.output import Printer
 from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore, Op
+from ringlet.ring.wire.launch_link import Channel
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -95,6 +100,50 @@ def test_a_report_that_makes_no_sense_says_nothing(value: bytes) -> None:
 def test_a_report_holds_the_cause_and_not_where_it_was_traced() -> None:
     text = "rank 2 is gone\n\nIn a graph, traced at:\n" + '  File "train.py", line 1\n' * 50
     assert LossReport.unpack(LossReport((2,), text).pack()).text == "rank 2 is gone"
+
+
+def ending(*ranks: Rank) -> tuple[FailureReport, Termination]:
+    """Return what judges these ranks, and ends those that are left."""
+    printer = Printer(len(ranks))
+    table = RankTable(ranks, printer, lambda _: {})
+    failure = FailureReport(table, KvStore(), several=False)
+    return failure, Termination(table, failure, printer, grace=5.0)
+
+
+def test_a_cause_that_is_due_between_two_looks_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A frozen rank says nothing that would wake the launcher."""
+    now = [CAUSE_NS]
+    clock = SimpleNamespace(monotonic_ns=lambda: now[0], monotonic=time.monotonic)
+    monkeypatch.setattr(rank_table, "time", clock)
+    frozen = Rank(1, channel=cast(Channel, object()))
+    failure, termination = ending(Rank(0, code=LOST_PEER, when=0, done=True), frozen)
+    termination.judge()
+    assert failure.first is None
+    now[0] += 1
+    assert termination.patience() == 100.0
+    termination.judge()
+    assert (
+        failure.reason()
+        == "rank 0 exited with code 75, as one does that has lost another rank; still there: 1"
+    )
+
+
+def test_a_manager_that_ends_between_two_looks_is_still_told_of() -> None:
+    code: list[int | None] = [None]
+    manager = SimpleNamespace(process=SimpleNamespace(poll=lambda: code[0]))
+    lost = [Rank(n, code=-signal.SIGKILL, when=n, lost=True, done=True) for n in range(2)]
+    failure, termination = ending(*lost)
+    failure.manager = cast(Started, manager)
+    termination.judge()
+    assert not termination.explained
+    code[0] = 5
+    assert not termination.explained
+    assert termination.patience() is not None
+    termination.judge()
+    assert termination.explained
+    assert failure.reason() == "mpiexec ended every rank with code 5, as after MPI_Abort"
 
 
 def launched(np: int, transport: str, *program: str) -> tuple[Any, list[str]]:
