@@ -382,6 +382,23 @@ def case_sparse_gradients_unused_on_some_ranks():
     assert hvd.replicas_equal(model.state_dict())
 
 
+def case_sparse_gradients_are_sparse_on_ranks_that_use_none():
+    """SparseAdam takes no others, and of 16 bits the others would be rounded in another way."""
+    for kind, dtype in ((torch.optim.SparseAdam, torch.float32), (torch.optim.SGD, torch.float16)):
+        for rows in (50, 20_000):
+            torch.manual_seed(0)
+            table = torch.nn.Embedding(rows, 8, sparse=True).to(dtype)
+            named = [*table.named_parameters(prefix="table")]
+            optimizer = hvd.DistributedOptimizer(kind(table.parameters(), lr=0.013), named)
+            for step in range(4):
+                optimizer.zero_grad()
+                if hvd.rank() == 0 or step == 2:
+                    (table(torch.tensor([3, step])).float() * 1.3).square().sum().backward()
+                optimizer.step()
+                assert table.weight.grad.is_sparse, (kind, rows, step)
+            assert hvd.replicas_equal(table.state_dict()), (kind, rows)
+
+
 def case_objects():
     rank, size = hvd.rank(), hvd.size()
     told = hvd.broadcast_object({"epoch": 3, "rank": rank} if rank == size - 1 else None, size - 1)

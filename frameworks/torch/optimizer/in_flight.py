@@ -39,6 +39,7 @@ class Handed:
         self.places: dict[str, str] = {}
         self.results: Mapping[str, torch.Tensor] = {}
         self.last: frozenset[str] = frozenset()  # what the last step reduced
+        self.rows: dict[str, int] = {}  # sparse dimensions, of gradients that some rank had sparse
         self._op = op
         self._taken: set[str] = set()
         self._noted: dict[str, tuple[torch.Tensor, int]] = {}  # with torch's counts of changes
@@ -92,6 +93,27 @@ class Handed:
     def sparse(self, names: Sequence[str]) -> list[str]:
         """Return those of ``names`` whose gradients were sparse when they were taken."""
         return [name for name in names if name in self._sparse] if self._sparse else []
+
+    def sparse_now(self) -> dict[str, int]:
+        """Return the sparse dimensions of what is known to be sparse, here or on other ranks."""
+        return self.rows | self._sparse
+
+    def is_news(self, names: Sequence[str]) -> bool:
+        """Whether this rank has taken a sparse gradient of ``names`` that is not in ``rows``."""
+        return any(name not in self.rows for name in self.sparse(names))
+
+    def make_sparse(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Make the last results sparse where some rank had a sparse gradient, and this one none.
+
+        Optimizers round sparse ones in another way, and SparseAdam takes no others.
+        """
+        for name, dims in self.rows.items():
+            p = parameters[name]
+            if name not in self.last or not p.requires_grad:
+                continue
+            self._sparse[name] = dims
+            if p.grad is not None and not p.grad.is_sparse:
+                p.grad = p.grad.to_sparse(dims)
 
     def note(self, name: str, grad: torch.Tensor) -> None:
         """Remember what ``grad`` is now, for ``changed``."""

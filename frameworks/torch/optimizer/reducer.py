@@ -264,7 +264,7 @@ class Reducer:
         alike = self._hand_in_rest(self._group)
         self._collect(self._group)
         self._settle(alike)
-        if self._rows.seen is not None and self._rows.agree():
+        if self._rows.choose(self._handed.rows):
             self._declare(self.step)
         self.drift.look(param_groups, self._counted, self._label, self._process_set)
 
@@ -435,6 +435,7 @@ class Reducer:
             if self._rows.dims:
                 self._rows.collect()
             self._handed.put()
+            self._handed.make_sparse(self.parameters)
             self.memory.ended()
         except BaseException as error:
             # What is interrupted while it waits can be waited for again, and must be.
@@ -448,6 +449,7 @@ class Reducer:
         differs = self._alike.changed  # on some rank, which would go on with another model
         self._alike.end()
         if differs:
+            self._share_sparse()
             self._agree_on(alike)
         self.memory.agreed()
         self._alike.end(_Alike(alike.frozen))
@@ -549,6 +551,16 @@ class Reducer:
         exact = current().engine.sums_in_float32(dtype, number)
         compressor = self.memory.compressor_of(name)
         return carrier(compressor, dtype, p.numel(), self._reduction, exact)
+
+    def _share_sparse(self) -> None:
+        """Learn which gradients any rank had sparse in this step, or before it. Collective."""
+        own = self._handed.sparse_now()
+        marks = torch.tensor([1 + own.get(name, -1) for name in self.parameters])
+        label = f"{self._label}.step{self._alike.call}.sparse"
+        marks = allreduce(marks, name=label, op=ReduceOp.MAX, process_set=self._process_set)
+        found = zip(self.parameters, marks.tolist(), strict=True)
+        self._handed.rows = {name: int(mark) - 1 for name, mark in found if mark}
+        self._handed.make_sparse(self.parameters)
 
     def _agree_on(self, alike: _Alike) -> None:
         """Raise Mismatch on all ranks unless all freeze, have loaded, and count, the same.
@@ -706,8 +718,8 @@ class Reducer:
             return
         assert self._group is not None
         tensors = self._handed.take(names, self.parameters, arriving)
-        for name in self._handed.sparse(names):
-            self._rows.saw(name)
+        if self._handed.is_news(names):
+            self._alike.tell(self._group.turn)  # first: with these, others may end the step
         self._begin()
         try:
             self._group.submit_all(tensors)

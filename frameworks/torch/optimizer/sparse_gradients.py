@@ -1,6 +1,6 @@
 """Large sparse gradients of a reducer, which travel as indices and values.
 
-Which those are, ranks agree on after the first step, in which all travel as dense ones.
+Which those are is known after the first step, in which all travel as dense ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.torch.ops.handles import SparseHandle
-from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer.frozen import is_still
 
@@ -33,15 +32,10 @@ class SparseGradients:
     ) -> None:
         self._parameters, self._label = parameters, label
         self._op, self._process_set = op, process_set
-        self.seen: set[str] | None = None if as_dense else set()  # until ranks have agreed
+        self._chosen = as_dense  # whether it is known what is gathered
         self.dims: dict[str, int] = {}  # what is gathered, and not fused: its sparse dimensions
         self._gathering: dict[str, SparseHandle] = {}
         self._still: dict[str, torch.Tensor | None] = {}  # gradients of what was frozen
-
-    def saw(self, name: str) -> None:
-        """Note that a gradient was sparse."""
-        if self.seen is not None:
-            self.seen.add(name)
 
     def missing(self) -> list[str]:
         """Return what is still to be gathered in this step."""
@@ -76,20 +70,13 @@ class SparseGradients:
         handles, self._gathering, self._still = list(self._gathering.values()), {}, {}
         return handles
 
-    def agree(self) -> bool:
-        """After the first step, agree on what is gathered from now on; whether there is any."""
-        seen, self.seen = self.seen, None
-        if seen is None:
-            return False
-        names = [n for n, p in self._parameters.items() if p.numel() >= LARGE]
-        if not names:
-            return False
-        marks = torch.tensor([1 + self._sparse_dim(n) if n in seen else 0 for n in names])
-        label = f"{self._label}.sparse"
-        marks = allreduce(marks, name=label, op=ReduceOp.MAX, process_set=self._process_set)
-        self.dims = {n: int(m) - 1 for n, m in zip(names, marks.tolist(), strict=True) if m}
-        return bool(self.dims)
+    def choose(self, rows: Mapping[str, int]) -> bool:
+        """After the first step, choose what is gathered from now on; whether there is any.
 
-    def _sparse_dim(self, name: str) -> int:
-        grad = self._parameters[name].grad
-        return 1 if grad is None or not grad.is_sparse else grad.sparse_dim()
+        Of ``rows``, all ranks' sparse gradients by name, with their sparse dimensions.
+        """
+        if self._chosen:
+            return False
+        self._chosen = True
+        self.dims = {n: dims for n, dims in rows.items() if self._parameters[n].numel() >= LARGE}
+        return bool(self.dims)
