@@ -65,6 +65,8 @@ def _meant_by(unknown: str, options: Sequence[str]) -> str | None:
             return "-np"
         if unknown == "-m":  # torchrun's, too
             return "python -m"
+        if unknown in ("--compression", "--compressor"):
+            return "compression=... of DistributedOptimizer, in the program"
     near = difflib.get_close_matches(unknown, options, 1)
     return near[0] if near else None
 

@@ -29,6 +29,7 @@ GROUPS = {
 ALSO_CALLED = {
     "advise": "doctor", "predict": "doctor", "info": "env", "launch": "run", "start": "run",
     "exec": "run", "init": "new", "test": "check", "plot": "report",
+    "conformance": "check", "verify": "check",
 }  # fmt: skip
 
 

@@ -163,6 +163,7 @@ def agreed_places(comm: Communicator) -> list[Place]:
 
 
 _process: Runtime | None = None
+_left = False  # whether a rank of this process has left
 # What ``init`` was asked for last: transport, autotune, join_divisor.
 _asked: tuple[str | None, bool | str | None, str | None] = (None, None, None)
 _joined = False  # whether this process has been a rank
@@ -296,10 +297,11 @@ def init_again() -> Runtime:
 
 def shutdown() -> None:
     """Leave: what is in flight fails on the ranks that wait for it. Idempotent."""
-    global _process
+    global _process, _left
     runtime = _current()
     if runtime is None:
         return
+    _left = True
     runtime.close()
     if _thread.runtime is runtime:
         _thread.runtime = None
@@ -318,6 +320,8 @@ def current() -> Runtime:
     """Return the runtime of this thread or process; NotInitialized when there is none."""
     runtime = _current()
     if runtime is None:
+        if _left:
+            raise NotInitialized("ringlet was shut down; call init() first, to begin anew")
         raise NotInitialized("ringlet has not been initialised; call init() first")
     return runtime
 

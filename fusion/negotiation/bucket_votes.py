@@ -218,11 +218,14 @@ class BucketVotes:
         told: list[bytes] = []
         for key in [key for key in self._calls if key[0] == peers.number]:
             called = sorted(self._calls.pop(key))
-            told.append(m.REFUSED + dumps(m.Refusal(*key, called, why, gone)))
+            text = f"{why} while {key[1]!r} was being declared on {named_ranks(called)}"
+            told.append(m.REFUSED + dumps(m.Refusal(*key, called, text, gone)))
         for number, ballot in list(self._of.items()):
             if ballot.peers is peers and ballot.votes:
                 at = peers.number, number, ballot.epoch, ballot.turn
-                told += self.fail(peers, m.Failure(*at, "gone", why), gone)
+                asked = sorted({rank for votes in ballot.votes.values() for rank in votes})
+                text = f"{why} while {self._in_words(number)} was waiting on {named_ranks(asked)}"
+                told += self.fail(peers, m.Failure(*at, "gone", text), gone)
             if ballot.peers is peers and retire:
                 del self._of[number]
                 self._names.pop(number, None)
@@ -236,11 +239,13 @@ class BucketVotes:
             votes = list(ballot.votes.values())
             if votes:
                 ready = [r for r in ballot.peers.ranks if all(r in of for of in votes)]
-                name = self._names.get(number)
-                what = "a batch" if name is None else f"a step of {name!r}"
                 turn = hash((ballot.epoch, ballot.turn, *sorted(ballot.decided)))
-                found[f"{what} ({number})"] = ballot.peers, Wait(ready, turn)
+                found[f"{self._in_words(number)} ({number})"] = ballot.peers, Wait(ready, turn)
         return found
+
+    def _in_words(self, number: int) -> str:
+        name = self._names.get(number)
+        return "a batch" if name is None else f"a step of {name!r}"
 
     def entitle(self, group: int, title: str) -> None:
         """Call a declared group so, where it is told what waits and what failed."""

@@ -41,6 +41,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
     [
         (["rum"], "unknown command 'rum'. Did you mean 'run'?"),
         (["advise"], "unknown command 'advise'. Did you mean 'doctor'?"),
+        (["conformance"], "unknown command 'conformance'. Did you mean 'check'?"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["train.py", "--lr", "3"], "to start a program: ringlet run -np 2 python train.py --lr 3"),
         (["python3", "-m", "train"], "start a program: ringlet run -np 2 python3 -m train"),
@@ -51,6 +52,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["run", "-np2", "true"], "-np2; did you mean -np 2?"),
         (["run", "--nproc_per_node=2", "true"], "did you mean -np?"),
         (["run", "-np", "2", "-m", "train"], "-m; did you mean python -m?"),
+        (
+            ["run", "-np", "2", "--compression", "int8", "true"],
+            "did you mean compression=... of DistributedOptimizer, in the program?",
+        ),
         (["run", "-np"], "expected one argument"),
         (["run", "-np", "2"], "a command is missing: ringlet run -np 2 python train.py"),
         (["run", "-np", "2", "--"], "a command is missing"),

@@ -622,7 +622,7 @@ def test_a_rank_that_leaves_while_others_train():
 
     said = ringlet.run(work, np=2, transport="gloo")
     assert said[1] == "left"
-    assert "rank 1 has shut down" in said[0]
+    assert "rank 1 has shut down while a step of 'SGD' was waiting on rank 0" in said[0]
 
 
 PLUGIN = """

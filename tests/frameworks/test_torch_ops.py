@@ -583,7 +583,7 @@ def case_zz_leave_and_come_back():
     before = hvd.size()
     hvd.shutdown()
     assert not hvd.is_initialized()
-    with pytest.raises(NotInitialized, match=r"call init\(\) first"):
+    with pytest.raises(NotInitialized, match=r"was shut down; call init\(\) first"):
         hvd.allreduce(torch.ones(1))
     hvd.shutdown()  # idempotent
     hvd.init()
