@@ -16,6 +16,10 @@ _LAZY = {
     "install_as_horovod": "ringlet.as_horovod",
     "run": "ringlet.ring.functions",
 }
+_MODULES = (
+    "compressors", "dask", "data_loaders", "jax", "keras", "mxnet", "observe", "precision", "ray",
+    "spark", "tensorflow", "torch",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -24,7 +28,9 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(_LAZY[name]), name)
     told = f"module 'ringlet' has no attribute {name!r}"
-    if not name.startswith("_"):
+    if name in _MODULES:
+        told += f": write 'import ringlet.{name}' first"
+    elif not name.startswith("_"):
         told += ": init() and the rest are in ringlet.torch, .tensorflow, .keras, .jax, .mxnet:"
         told += " import one of these, as in 'import ringlet.torch as hvd'"
     raise AttributeError(told)

@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -52,6 +52,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except Exception as error:
             _improve(error, function, kwargs)
+            if text := _no_process_set(error, function, args, kwargs):
+                raise TypeError(text) from None
             raise
 
     return call
@@ -69,6 +71,19 @@ def _improve(error: Exception, function: Callable[..., Any], kwargs: dict[str, A
     if (below is None or _on_purpose(error, below)) and not debugging():
         error.__traceback__ = None  # a bare raise adds no frame of its own
         vars(error)[_CUT] = True
+
+
+def _no_process_set(
+    error: Exception, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """Return what is wrong where ``error`` came of a ``process_set`` that is none, else nothing."""
+    if not isinstance(error, AttributeError):
+        return ""
+    nothing = object()
+    given = inspect.signature(function).bind(*args, **kwargs).arguments.get("process_set", nothing)
+    if given is not error.obj:
+        return ""
+    return f"process_set is what add_process_set() has returned, not {given!r}"
 
 
 def outside() -> int:
@@ -99,7 +114,7 @@ def _better(function: Callable[..., Any], kwargs: dict[str, Any], said: str) -> 
     name: str = getattr(function, "__name__", "")
     if strange:
         return no_such_keyword(name, strange[0], known)
-    return f"{said}. {name}() takes: {', '.join(known)}"
+    return f"{said}. {name}() takes: {', '.join(known)}" if known else said
 
 
 def _on_purpose(error: Exception, traceback: TracebackType) -> bool:

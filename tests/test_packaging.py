@@ -212,6 +212,8 @@ def brought_by(extra, extras):
 
 
 def test_what_is_looked_for_in_the_package_itself_is_told_of_where_it_is():
+    with pytest.raises(AttributeError, match=r"write 'import ringlet\.observe' first"):
+        ringlet.__getattr__("observe")  # which other tests may have imported
     with pytest.raises(AttributeError, match="import one of these"):
         ringlet.init()
     assert not hasattr(ringlet, "__wrapped__")

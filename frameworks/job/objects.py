@@ -14,10 +14,12 @@ import numpy as np
 from ringlet.fusion import Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
+from ringlet.ring.callers import public
 from ringlet.ring.dtypes import Array
 from ringlet.ring.wire.framing import seal, unseal
 
 
+@public
 def broadcast_object(
     obj: Any = None,
     root_rank: int = 0,
@@ -53,6 +55,7 @@ def broadcast_object(
     return obj if runtime.rank == root_rank else _opened(buffer.tobytes(), label, root)
 
 
+@public
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 from ringlet.job.session import Runtime, current, is_initialized
+from ringlet.ring.callers import public
 from ringlet.ring.errors import RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
 
@@ -55,7 +56,7 @@ class ProcessSet:
         """Return the place of ``global_rank`` in the set; InvalidArgument if it is not in it."""
         ranks = self._known()
         if global_rank not in ranks:
-            raise InvalidArgument(f"{what} must be one of the ranks {ranks}; got {global_rank}")
+            raise InvalidArgument(f"{what} must be one of the ranks {ranks}; got {global_rank!r}")
         return ranks.index(global_rank)
 
     def number(self) -> int:
@@ -115,6 +116,7 @@ class _Global(ProcessSet):
 global_process_set: ProcessSet = _Global()
 
 
+@public
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Make a process set usable, and return it. All ranks call it, with the same ranks.
 
@@ -149,6 +151,7 @@ def find_process_set(ranks: Sequence[int]) -> ProcessSet | None:
     return next((known for known in _of(runtime) if known.ranks == list(ranks)), None)
 
 
+@public
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set that is not in use any more. All ranks call it.
 

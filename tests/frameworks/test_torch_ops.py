@@ -386,6 +386,8 @@ def case_broadcast():
     for root in (-1, hvd.size()):
         with pytest.raises(ValueError, match="root_rank must be one of the ranks"):
             hvd.broadcast(torch.ones(1), root)
+    with pytest.raises(ValueError, match="got '0'"):
+        hvd.broadcast(torch.ones(1), "0")
 
 
 def case_second_derivatives():

@@ -138,3 +138,20 @@ def test_warnings_name_the_users_line():
     with pytest.warns(UserWarning, match="careful") as caught:
         callers.public(ours["warn"])()
     assert caught[0].filename == __file__
+
+
+def test_what_is_no_process_set_is_named():
+    def number(tensor, process_set):
+        return process_set.number()
+
+    for given in ((1, 3), (3, 3)):
+        with pytest.raises(TypeError, match=r"process_set is what add_process_set\(\) .* not 3"):
+            callers.public(number)(*given)
+    with pytest.raises(TypeError, match=r"not \[0\]"):
+        callers.public(number)(1, process_set=[0])
+
+    def other(process_set):
+        return "text".number()  # a fault of ours, and no other argument's
+
+    with pytest.raises(AttributeError, match="'str' object has no attribute 'number'"):
+        callers.public(other)(3)
