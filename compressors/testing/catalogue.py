@@ -23,6 +23,7 @@ from ringlet.compressors.testing.checks import (
     training,
 )
 from ringlet.compressors.testing.option_values import check_of_options
+from ringlet.compressors.testing.passed_on import check_of_modifiers
 from ringlet.compressors.testing.schedules import check_of_schedules
 from ringlet.compressors.testing.shapes import check_of_shapes
 from ringlet.compressors.testing.tools.named_check import Named
@@ -35,7 +36,7 @@ def all_checks() -> list[Named]:
         claims, tensor_sizes, stages, training, ranks, noise, many_steps, fed_back, read_options,
     )  # fmt: skip
     checks = _behind_needs([Named(c) for module in modules for c in module.CHECKS])
-    further = (check_of_schedules, check_of_shapes, check_of_options)
+    further = (check_of_schedules, check_of_shapes, check_of_options, check_of_modifiers)
     return [*checks, *(Named(check_of(checks)) for check_of in further)]
 
 

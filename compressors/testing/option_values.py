@@ -22,7 +22,7 @@ from ringlet.compressors.testing.tools.simulate import by_payload, simulate
 _LOOKED_AT = (
     "deterministic", "decoding_is_the_same_everywhere", "replicas_agree", "memory_is_declared",
     "scales_with_its_values", "contraction", "granularity", "noise_is_drawn_anew",
-    "sums_on_the_wire", "mean_of_equal_gradients", "shares_make_the_mean",
+    "sums_on_the_wire", "mean_of_equal_gradients", "shares_make_the_mean", "comes_out_as_long",
 )  # fmt: skip
 
 
@@ -42,7 +42,8 @@ def check_of_options(checks: Sequence[Named]) -> Callable[[Compressor], None]:
         traits promise, has to be true of that one as well.
 
         Look at the compressor with that option, alone: ringlet check says the same of it. What
-        traits() promises may go by options: omega=None if self.nearest else 1.0.
+        compress reads of it decompress and layout read as well: self.levels, and not its default.
+        What traits() promises may go by options: omega=None if self.nearest else 1.0.
         """
         for part in parts_with_options(compressor):
             if not part.is_bound() or are_ours({type(part).__module__}):
@@ -85,6 +86,8 @@ def _others(compressor: Compressor) -> Iterator[tuple[str, Any]]:
             yield name, value
     for name, field in options_of(type(compressor)).items():
         now = getattr(compressor, name)
+        if type(now) is int and now > 3 and "choices" not in field.metadata:
+            yield name, now // 2  # at an end so much is lost that a wrong length does not show
         for end in ("gt", "lt"):
             limit = field.metadata.get(end)
             if isinstance(now, float) and limit is not None and np.isfinite(limit):

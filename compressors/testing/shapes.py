@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
-from ringlet.compressors.core.context import Context
+from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.testing.tools import simulate as simulation
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import CheckFailed, Named, needs
@@ -28,6 +28,7 @@ _LOOKED_AT = (
 _WITHOUT_ELEMENTS = ((0, 5), (5, 0), (2, 0, 3))
 _STEPS = (0, 1, 100_000)
 _N, _SHAPES = 3600, ((60, 60), (45, 80), (15, 16, 15), (10, 6, 12, 5), (6, 5, 4, 5, 6))
+_MANY, _THREE = 70_000, 3  # rows, or columns: more than 16 bits count
 _MUCH = 0.5  # the cosine of a flat tensor with which others are compared
 
 
@@ -35,14 +36,21 @@ def check_of_shapes(checks: Sequence[Named]) -> Callable[[Compressor], None]:
     """Return a check that runs the quick ones of ``checks`` on tensors that are not flat."""
     looked_at = [check for check in checks if check.name in _LOOKED_AT]
 
-    @needs(*_LOOKED_AT, "every_shape_and_name", "one_overflow_is_survived", "granularity")
+    @needs(
+        *_LOOKED_AT,
+        "every_shape_and_name",
+        "one_overflow_is_survived",
+        "granularity",
+        "large_tensors",
+    )
     def check_every_shape_keeps_promises(compressor: Compressor) -> None:
         """A layer's weight is a matrix, or has four dimensions, and its bias is a vector: what goes
         by ctx.shape compresses them in different ways, each of which has to keep to the rules.
 
         Look at what is done where ctx.shape has as many dimensions. A matrix may have no rows, or
         no columns, where x.reshape(ctx.shape[0], -1) fails: write x.reshape(ctx.shape[0],
-        x.size // max(1, ctx.shape[0])).
+        x.size // max(1, ctx.shape[0])). An embedding has more rows than 16 bits count, and a flat
+        tensor may have as many columns.
         """
         if not _goes_by_shape(compressor):
             return
@@ -53,6 +61,7 @@ def check_of_shapes(checks: Sequence[Named]) -> Callable[[Compressor], None]:
                 error.add_note(f"That is a tensor of shape {shape}, which has no elements.")
                 raise
         _check_directions(compressor)
+        _check_many_rows(compressor)
         for what, shaping in (("matrices", _matrix), ("tensors of four dimensions", _of_four)):
             for check in looked_at:
                 try:
@@ -95,11 +104,27 @@ def _check_directions(compressor: Compressor) -> None:
         )
 
 
-def _likeness(compressor: Compressor, shape: tuple[int, ...]) -> float:
+def _check_many_rows(compressor: Compressor) -> None:
+    """Raise AssertionError where rows and columns behind the 65536th come out elsewhere."""
+    for shape, what in (((_MANY, _THREE), "rows"), ((_THREE, _MANY), "columns")):
+        far = np.zeros(shape, bool)
+        far[(slice(None),) * shape.index(_MANY) + (slice(1 << 16, None),)] = True
+        places = far.reshape(-1)
+        flat, likeness = (_likeness(compressor, s, places) for s in ((far.size,), shape))
+        assert likeness > 4 / np.sqrt(places.sum()) or flat < _MUCH, (
+            f"of a matrix of shape {shape} whose first 65536 {what} are 0, what comes out has "
+            f"nothing to do with what went in (their cosine is {likeness:.3f}, of a flat one "
+            f"{flat:.3f}): a number of {what} does not fit its 16 bits"
+        )
+
+
+def _likeness(compressor: Compressor, shape: tuple[int, ...], where: Array | None = None) -> float:
     """Return the cosine of what goes in and what comes out, in the mean of a few steps."""
-    found = []
+    found, n = [], int(np.prod(shape))
     for step in range(4):
-        x = gaussian(_N, step)
+        x = gaussian(n, step)
+        if where is not None:
+            x *= where
         out = simulate(compressor, [x], step=step, shape=shape)[0].astype(np.float64)
         lengths = float(np.linalg.norm(out) * np.linalg.norm(x))
         found.append(float(out @ x) / lengths if lengths else 0.0)

@@ -45,6 +45,7 @@ CAUGHT = {
         "OmegaBelowHalfSteps": "unbiased",
         "DeltaOfOneSize": "contraction",
         "PredividesTwice": "mean_of_equal_gradients",
+        "CompandsSums": "modifier_keeps_promises",
     },
     "wire": {
         "NarrowIndices": "large_tensors",
@@ -165,6 +166,9 @@ CAUGHT = {
         "LosesEveryHundredth": "every_element_has_its_turn",
         "LastCellWithoutScale": "the_last_element_counts",
         "NothingOfFew": "the_last_element_counts",
+        "ReadsWholeCells": "nothing_beside_is_read",
+        "ReadsWholeBytes": "nothing_beside_is_read",
+        "DecodesByTheNextCell": "nothing_beside_is_read",
     },
     "declared": {
         "UnbiasedAttribute": "nothing_is_declared_in_vain",
@@ -222,6 +226,7 @@ CAUGHT = {
         "NearestInRounds": "unbiased",
         "OmegaOfNoSpikes": "unbiased",
         "FloatLeaders": "large_tensors",
+        "SlicesOfRanks": "mean_of_ranks",
     },
     "heldout": {
         "UnnamedUnits": "gradient_units",
@@ -273,6 +278,7 @@ CAUGHT = {
         "PaddedMean": "padding_does_not_leak",
         "PaddedMeanOf200": "padding_does_not_leak",
         "PaddedMeanOf1000": "padding_does_not_leak",
+        "AddsUpDifferences": "every_part_of_a_large_tensor",
     },
     "states": {
         "LargestSoFar": "memory_is_declared",
@@ -293,6 +299,8 @@ CAUGHT = {
         "ConsolidatesFirst": "memory_moves_to_other_ranks",
         "ConsolidatesWithoutALook": "memory_moves_to_other_ranks",
         "RegroupsWhatIsShared": "memory_moves_to_other_ranks",
+        "ScaleStaysZero": "values_may_grow",
+        "KeepsTheFirstNaN": "one_overflow_is_survived",
     },
     "overridden": {
         "FeedbackOfTheMean": "feedback_in_rounds_agrees",
@@ -327,11 +335,14 @@ CAUGHT = {
         "CountsItsSchedule": "schedule_goes_by_the_step",
         "LooksAtNoRange": "is_a_value",
         "NothingButNaN": "non_finite_stays_visible",
+        "DoublesPowersOfTwo": "comes_out_as_long",
     },
     "surroundings": {
         "NamesInLetters": "every_shape_and_name",
         "OnlyMatrices": "every_shape_and_name",
         "CellForEachCore": "another_process_agrees",
+        "CellForEachThread": "another_process_agrees",
+        "CellForEachCoreOfItsOwn": "another_process_agrees",
         "FirstOnItsHost": "another_process_agrees",
         "ScheduleByRank": "another_process_agrees",
         "RankIn8Bits": "late_steps_and_large_seeds",
@@ -558,6 +569,7 @@ CAUGHT = {
         "LeastStep": "other_options_keep_promises",
         "CentresInPlace": "other_options_keep_promises",
         "OneCodeTooMany": "options_at_their_ends",
+        "LevelsOfOneSide": "other_options_keep_promises",
     },
     "ported": {
         "NoiseOfAllTensors": "noise_is_drawn_anew",
@@ -589,6 +601,7 @@ CAUGHT = {
         "ExponentInAByte": "extreme_values",
         "NoiseOfOneStage": "second_stage",
         "LooksBack": "granularity",
+        "PartOfItsOwn": "every_element_has_its_turn",
     },
     "rare": {
         "InfsCancel": "non_finite_stays_visible",
@@ -624,9 +637,13 @@ CAUGHT = {
         "DropsBiases": "every_shape_and_name",
         "DoublesThreeDimensions": "comes_out_as_long",
         "ForgetsVectors": "own_feedback_adds_up",
+        "RowsAndColumnsIn16Bits": "every_shape_keeps_promises",
     },
     "imported": {
         "SeedsItsModule": "leaves_the_program_alone",
+    },
+    "with_torch": {
+        "TurnsGradientsOff": "leaves_the_program_alone",
     },
 }
 # By module and class: words of the message, without which its author would look elsewhere.
@@ -762,6 +779,18 @@ SAYS = {
     ("rounds", "FloatLeaders"): ("what round 1 exchanges holds indices as float32",),
     ("rare", "EpsilonAmongRanks"): ("times the result of two ranks",),
     ("rare", "LendsToALibraryInRounds"): ("cannot be written to, as JAX's cannot",),
+    ("offered", "LevelsOfOneSide"): ("with levels=", "if it were", "and not its default"),
+    ("values", "DoublesPowersOfTwo"): ("1 and -1 is 2 times as long", "lie just on one"),
+    ("shaped", "RowsAndColumnsIn16Bits"): ("(70000, 3)", "does not fit its 16 bits"),
+    ("states", "ScaleStaysZero"): ("after 4 gradients of zeros", "stays 0"),
+    ("states", "KeepsTheFirstNaN"): ("in step 0", "where nothing is kept yet"),
+    ("edges", "ReadsWholeBytes"): ("another payload", "min(start + block, x.size)"),
+    ("edges", "DecodesByTheNextCell"): ("beside an array of the payload",),
+    ("rounds", "SlicesOfRanks"): ("from 1998 to 1999 of 2000 are off", "need not divide x.size"),
+    ("sizes", "AddsUpDifferences"): ("errors add up",),
+    ("claims", "CompandsSums"): ("behind 'none'", 'combine="gather"'),
+    ("ported", "PartOfItsOwn"): ("of rank 0 of 3", "(ctx.rank + ctx.step) %"),
+    ("with_torch", "TurnsGradientsOff"): ("what torch.set_grad_enabled() sets",),
 }
 BASES = {
     "DithersCells",

@@ -179,7 +179,7 @@ def check_nothing_is_declared_in_vain(compressor: Compressor) -> None:
         return  # whose helpers other modules call
     hooks = [n for n in vars(Compressor) if not n.startswith("_") and n != "spec_name"]
     for cls in _own_classes(compressor):
-        called = set(_called(sys.modules[cls.__module__]))
+        called = set(names_in(sys.modules[cls.__module__]))
         for name, value in vars(cls).items():
             if name in vars(Compressor) or name in called or not isinstance(value, FunctionType):
                 continue
@@ -253,7 +253,7 @@ def _value(found: Any) -> Any:
         return NotImplemented  # a helper with arguments
 
 
-def _called(module: Any) -> Iterator[str]:
+def names_in(module: Any) -> Iterator[str]:
     """Yield the names that a module's functions and methods use."""
     for value in list(vars(module).values()):
         inside = vars(value).values() if isinstance(value, type) else ()

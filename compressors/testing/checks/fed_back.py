@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,16 @@ _TENSORS: tuple[dict[str, Any], ...] = (
     {"shape": (10, 6, 5, 5), "name": "layers.3.norm.weight"},
     {"shape": (30, 50, 1), "name": "embedding.weight"},
 )
+# What some look at by its exponent, or compare with levels that lie just there.
+_VALUES: tuple[tuple[str, Callable[[Array], Array]], ...] = (
+    ("1 and -1", np.sign),
+    ("powers of two", lambda x: np.ldexp(np.sign(x), np.frexp(x)[1])),
+    ("whole numbers", lambda x: np.rint(x * np.float32(2))),
+)
 _DRAWS = range(10_000, 10_016)  # steps at which most schedules have come to their end
 _MUCH = 1.5  # times as long as what went in
 _ALIKE, _LITTLE = 0.95, 0.6  # the cosine of what differs by its length alone, and how long it is
+_LIKE = 0.5  # the cosine of what has lost much, and still shows how long it should be
 _EXACT = 1e-3  # of the largest value of a memory: how far off the sum may be that explains it
 _SENT = 0.5  # times what is sent: so much of it is taken out of what is kept, at least
 _OFF = 0.05  # how far off that may be of values of about 1
@@ -231,8 +239,9 @@ def check_comes_out_as_long(compressor: Compressor) -> None:
     goes on, and goes worse.
 
     Undo in decompress what compress does to x, and leave the division by the number of ranks to the
-    engine. What goes by absolute sizes on purpose declares scales=False; what gives more than went
-    in on purpose says by divergence() that error feedback must not follow.
+    engine. Where exponents or levels are looked for, try values that lie just on one. What goes by
+    absolute sizes on purpose declares scales=False; what gives more than went in on purpose says by
+    divergence() that error feedback must not follow.
     """
     now = compressor.at(0)
     traits, divergence = now.traits(), now.divergence()
@@ -242,22 +251,30 @@ def check_comes_out_as_long(compressor: Compressor) -> None:
     if declared or divergence or type(now).finish is not Compressor.finish:
         return  # which other checks hold it to, or it is no mean
     for given in _TENSORS:
-        _check_as_long(compressor, given)
+        _check_as_long(compressor, gaussian(_N, 1), given, f"a tensor with {given}")
+    for what, made in _VALUES:
+        _check_as_long(compressor, made(gaussian(_N, 1)), {}, what)
 
 
-def _check_as_long(compressor: Compressor, given: dict[str, Any]) -> None:
-    """Raise AssertionError where tensors of a shape or name come out longer, or shorter."""
-    x, which = gaussian(_N, 1), f" of a tensor with {given}"
+def _check_as_long(compressor: Compressor, x: Array, given: dict[str, Any], what: str) -> None:
+    """Raise AssertionError where ``x`` comes out longer, or shorter."""
     outs = [simulate(compressor, [x], step=step, **given)[0] for step in _DRAWS]
     along = np.array([out.astype(float) @ x for out in outs]) / _length(x) ** 2
-    alike = along * _length(x) / np.maximum([_length(out) for out in outs], np.finfo("f4").tiny)
+    lengths = np.maximum([_length(out) for out in outs], np.finfo("f4").tiny) / _length(x)
+    alike = along / lengths
     luck = 4 * float(np.std(along)) / len(_DRAWS) ** 0.5
     times = float(along.mean())
     assert times - luck <= _MUCH, (
-        f"what comes out{which} is {times:.3g} times as long as what went in"
+        f"what comes out of {what} is {times:.3g} times as long as what went in"
     )
     assert alike.min() < _ALIKE or times + luck >= _LITTLE, (
-        f"what comes out{which} is what went in, but for its length, which is {times:.3g} of it"
+        f"what comes out of {what} is what went in, but for its length, which is {times:.3g} of it"
+    )
+    # A part of x, its signs or what is nearest to it would be farther from x if it were longer.
+    best = float((lengths / np.maximum(alike, _LIKE)).max())
+    assert alike.min() < _LIKE or best >= _LITTLE, (
+        f"what comes out of {what} would be nearest to what went in if it were {1 / best:.3g} "
+        "times as long"
     )
 
 

@@ -8,8 +8,8 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -37,7 +37,8 @@ _VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS",
     "RINGLET_RANK", "RINGLET_SIZE", "RINGLET_LOCAL_RANK", "RINGLET_LOCAL_SIZE",
     "RINGLET_CROSS_RANK", "RINGLET_CROSS_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK",
+    "HOROVOD_LOCAL_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+    "SLURM_PROCID", "SLURM_LOCALID", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 
 
@@ -103,12 +104,25 @@ def elsewhere(compressor: Compressor, sent: Payload | None) -> dict[str, Any]:
     host = "elsewhere"
     with (
         replaced(os, cpu_count=lambda: 7),
+        _other_cores(),
         replaced(socket, gethostname=lambda: host),
         replaced(platform, node=lambda: host),
         environment(HOSTNAME=host, **dict.fromkeys(_VARIABLES, "3")),
     ):
         simulate(compressor, [heavy_tailed(_N, 3)] * 2, step=2, name="before")
         return answer(compressor, sent)
+
+
+@contextmanager
+def _other_cores() -> Iterator[None]:
+    """Let libraries that are loaded say, too, that there are as many cores as another host has."""
+    with ExitStack() as stack:
+        for module in (sys.modules.get("numba"), sys.modules.get("torch")):
+            if "get_num_threads" in getattr(module, "__dict__", {}):
+                stack.enter_context(replaced(module, get_num_threads=lambda: 7))
+        if hasattr(os, "sched_getaffinity"):
+            stack.enter_context(replaced(os, sched_getaffinity=lambda _: set(range(7))))
+        yield
 
 
 def _sent(compressor: Compressor) -> Payload | None:

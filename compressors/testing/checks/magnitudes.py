@@ -217,10 +217,12 @@ def check_values_may_grow(compressor: Compressor) -> None:
 
     Keep codes in their range whatever is remembered: xp.clip(codes, -127, 127), with NaN in the
     scale that is sent. Or take this step's values into account in full: xp.maximum(remembered,
-    xp.abs(x).max()).
+    xp.abs(x).max()). What is remembered may be 0: of gradients that were 0, as those of frozen
+    layers and of LoRA's first matrix are.
     """
     if not compressor.traits().stateful:
         return
+    _check_after_zeros(compressor)
     x, turned, before = gaussian(_N, 5), 0, 0.0
     states: list[State] = [{}, {}]
     large = np.abs(x) >= np.float32(0.5) * np.abs(x).max()
@@ -243,6 +245,29 @@ def check_values_may_grow(compressor: Compressor) -> None:
         f"after {_STEPS - 1} steps values {_GROWN} times as large come, and {_PATIENCE} steps "
         f"later results are {float(np.linalg.norm(out)) / before:.3g} times as large as before: a "
         "scale, or a table of levels, that is remembered does not follow them"
+    )
+
+
+def _check_after_zeros(compressor: Compressor) -> None:
+    """Raise AssertionError where what is remembered of zeros spoils what comes after them."""
+    x, nothing = gaussian(_N, 5), np.zeros(_N, np.float32)
+    usual, late = [State(), State()], [State(), State()]
+    lengths = []
+    for step in range(_STEPS):
+        lengths.append(float(np.linalg.norm(simulate(compressor, [x, x], usual, step)[0])))
+        simulate(compressor, [nothing, nothing], late, step)
+    scales = compressor.traits().scales
+    for step in range(_STEPS, _STEPS + _PATIENCE):
+        (out, _) = simulate(compressor, [x, x], late, step)
+        assert np.isfinite(out).all(), (
+            f"after {_STEPS} gradients of zeros finite values come out as NaN or Inf in step {step}"
+        )
+        if not scales or float(np.linalg.norm(out)) >= _FOLLOWS * max(lengths):
+            return
+    raise AssertionError(
+        f"after {_STEPS} gradients of zeros, {_PATIENCE} steps of values that are not 0 are not "
+        f"enough: what comes out is {float(np.linalg.norm(out)):.3g} long, and {max(lengths):.3g} "
+        "where none were 0; a scale that is remembered stays 0"
     )
 
 

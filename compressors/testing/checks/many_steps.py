@@ -30,6 +30,7 @@ _PLACES = 3072  # elements, each of which is to be sent; another check looks at 
 # Half of them are sent in so few steps, or it takes too long; the rest in so many times as many.
 _FEW_STEPS, _PATIENCE = 12, 20
 _TAIL = 16  # elements at the end, for which another check looks
+_WORLD = 3  # ranks, each of which has a gradient alone
 _TURNS = 1000  # steps in which each of 64 elements is sent, if one is in every step
 
 
@@ -278,7 +279,9 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
     that follows the values must leave some of equal values to send. Among equals that stay equal,
     such as entries of one cell of a sketch, do not take the first ones in every step. What a fixed
     projection leaves out, such as how a block differs from its mean, is never sent, and steps of a
-    norm of all values lose more than there was where these are many: say so by divergence().
+    norm of all values lose more than there was where these are many: say so by divergence(). Where
+    each rank sends a part of its own, it is another part in the next step: (ctx.rank + ctx.step) %
+    ctx.size.
     """
     while isinstance(compressor, ErrorFeedback):  # whose decay may let what is small wait
         compressor = compressor.wrapped_compressor
@@ -300,6 +303,7 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
                 check_sent_at_all(wrapped, 64)
             if not traits.stateful:
                 _check_places(wrapped)
+                _check_places_of_ranks(wrapped)
             return
     never = int(waiting.sum())
     if not traits.scales and never == x.size - _TAIL:
@@ -340,6 +344,24 @@ def check_sent_at_all(compressor: Compressor, n: int) -> None:
         f"of {what} nothing was sent in {_TURNS} steps of error feedback: send at least one "
         "entry, max(1, k), and what is left to send where the range of values is 0"
     )
+
+
+def _check_places_of_ranks(wrapped: Compressor) -> None:
+    """Raise AssertionError where a rank never sends some elements, though a lone one does."""
+    x, nothing = _near_one(64), np.zeros(64, np.float32)
+    for rank in range(_WORLD if wrapped.traits().scales else 0):
+        gradients = [x if rank == other else nothing for other in range(_WORLD)]
+        states: list[State] = [{} for _ in gradients]
+        waiting = np.arange(x.size) < x.size - _TAIL
+        for step in range(_TURNS):
+            waiting &= ~(simulate(wrapped, gradients, states, step)[0] * x > 0)
+            if not waiting.any():
+                break
+        assert not waiting.any(), (
+            f"of {x.size} elements of rank {rank} of {_WORLD}, {int(waiting.sum())} were never "
+            f"sent in {_TURNS} steps of error feedback, the first of them element "
+            f"{np.flatnonzero(waiting)[0]}; of a lone rank all are"
+        )
 
 
 def _check_places(wrapped: Compressor) -> None:

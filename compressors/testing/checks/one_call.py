@@ -49,6 +49,8 @@ _NAMES = (
     "layers.31.mlp.1.bias",
 )
 _ALIKE = ((0, 1), (2, 3), (0, 4))  # of five runs, those that found the same in memory
+# What lies beside a tensor, as bytes: zeros, twice, then huge values of either sign, and NaN.
+_BESIDE, _ROOM = (0x00, 0x00, 0x7F, 0xFE, 0xFF), 256
 
 
 @needs("traits_are_traits", "schedule_goes_by_the_step")
@@ -223,7 +225,62 @@ def check_scratch_does_not_matter(compressor: Compressor) -> None:
         )
 
 
-@needs("compresses_a_tensor", "scratch_does_not_matter", "sums_of_ranks_fit")
+@needs("compresses_a_tensor", "scratch_does_not_matter")
+def check_nothing_beside_is_read(compressor: Compressor) -> None:
+    """Tensors and payloads are pieces of larger buffers: what lies beside one belongs to another,
+    and differs from rank to rank and from run to run.
+
+    End where x ends, and a payload's array, in a kernel too, which nothing else stops there:
+    range(start, min(start + block, x.size)).
+    """
+    for n in (1, 100, 2050):
+        found: list[tuple[Payload, Array]] = []
+        for mark in _BESIDE:
+            with np.errstate(all="ignore"), suppress(Exception):  # which another check tells
+                found.append(_called_beside(compressor, gaussian(n, n), mark))
+        if len(found) < len(_BESIDE) or not _found_alike(found[0], found[1]):
+            return
+        for sent, out in found[2:]:
+            what = f"of {n} elements, where something else lies beside"
+            assert same_payload(sent, found[0][0]), (
+                f"compress gives another payload {what} x: a kernel reads before or behind x"
+            )
+            assert same(out, found[0][1]), (
+                f"results differ {what} x, or beside an array of the payload: a kernel reads "
+                "before or behind it"
+            )
+
+
+def _found_alike(one: tuple[Payload, Array], other: tuple[Payload, Array]) -> bool:
+    return same_payload(one[0], other[0]) and same(one[1], other[1])
+
+
+def _called_beside(compressor: Compressor, x: Array, mark: int) -> tuple[Payload, Array]:
+    """Return what is sent, and what is decoded, where bytes ``mark`` lie beside all arrays."""
+    x = _amid(x, mark)
+    if not by_payload(compressor):
+        return {}, simulate(compressor, [x, x])[0]
+    payload = compressor.compress(x, context(x))
+    sent = {name: array.copy() for name, array in payload.items()}
+    beside = {name: _amid(array, mark) for name, array in sent.items()}
+    outs = np.zeros((3, x.size), np.float32)
+    compressor.decompress(beside, outs[0], context(x))
+    compressor.accumulate(beside, outs[1], context(x))
+    compressor.sum_into([beside, beside], outs[2], context(x))
+    return sent, outs.reshape(-1)
+
+
+def _amid(array: Array, mark: int) -> Array:
+    """Return a copy of a flat ``array`` that lies in the middle of bytes ``mark``."""
+    room = np.full(array.nbytes + 2 * _ROOM, mark, np.uint8)
+    place = room[_ROOM : _ROOM + array.nbytes].view(array.dtype)
+    place[:] = array
+    return place
+
+
+@needs(
+    "compresses_a_tensor", "scratch_does_not_matter", "nothing_beside_is_read", "sums_of_ranks_fit"
+)
 def check_every_length(compressor: Compressor) -> None:
     """Biases have one element, shards can be empty, and few layers are a multiple of anything.
 
@@ -432,6 +489,7 @@ CHECKS = (
     check_local_is_written,
     check_sums_of_ranks_fit,
     check_scratch_does_not_matter,
+    check_nothing_beside_is_read,
     check_every_length,
     check_fills_its_output,
     check_payload_travels,

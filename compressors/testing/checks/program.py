@@ -26,6 +26,7 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Context
+from ringlet.compressors.testing.checks.declared import names_in
 from ringlet.compressors.testing.checks.isolation import OTHERS, classes
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import PURE, needs
@@ -70,7 +71,7 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
     modules = {cls.__module__ for cls in classes(compressor)}
     if not are_ours(modules):
         # What is set at the first call alone shows where there was none.
-        there = OTHERS[0].ask(modules, _changed_by_calls, compressor)
+        there = OTHERS[0].ask(modules, _changed_by_calls, compressor, _name_torch(modules))
         changed += [what for what in there if what not in _BY_IMPORTS]
         again = OTHERS[0].ask(modules, _changed_by_importing, modules)
         assert not again, (
@@ -94,11 +95,19 @@ def _said_by_calls(compressor: Compressor) -> str:
     return (told.getvalue().strip().splitlines() or [""])[0]
 
 
-def _changed_by_calls(compressor: Compressor) -> list[str]:
+def _changed_by_calls(compressor: Compressor, with_torch: bool = False) -> list[str]:
+    """Return what calls change; of PyTorch too, which the first of them may import."""
+    if with_torch:
+        importlib.import_module("torch")
     before = _surroundings()
     _calls(compressor)
     after = _surroundings()
     return [what for what in before if before[what] != after[what]]
+
+
+def _name_torch(modules: set[str]) -> bool:
+    """Whether functions of plugins' modules use PyTorch, which is there in the user's program."""
+    return "torch" in sys.modules and any("torch" in names_in(sys.modules[m]) for m in modules)
 
 
 def _changed_by_importing(modules: set[str]) -> list[tuple[str, str]]:
@@ -162,6 +171,9 @@ def _surroundings() -> dict[str, object]:
         found["what torch.set_num_threads() sets"] = torch.get_num_threads()
         found["what torch.set_default_dtype() sets"] = str(torch.get_default_dtype())
         found["what torch.set_grad_enabled() sets"] = torch.is_grad_enabled()
+        found["what torch.use_deterministic_algorithms() sets"] = (
+            torch.are_deterministic_algorithms_enabled()
+        )
     return found
 
 

@@ -194,7 +194,9 @@ def check_every_part_of_a_large_tensor(compressor: Compressor) -> None:
     """A tensor of some millions of elements must fare no worse at its end than at its beginning:
     who works in chunks, or counts buckets, comes to a last chunk and to more than 65536 buckets.
 
-    Go on to the end, x.size, and number buckets by int64, or reshape x into one row for each.
+    Go on to the end, x.size, and number buckets by int64, or reshape x into one row for each. Where
+    each value is coded by how it differs from the one before, errors add up: begin anew every so
+    many values, or take the difference from what was decoded.
     """
     if not by_payload(compressor):
         return

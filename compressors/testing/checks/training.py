@@ -206,14 +206,14 @@ def check_one_overflow_is_survived(compressor: Compressor) -> None:
     """Mixed precision overflows now and then, and skips the step: whatever a compressor remembers
     must not be poisoned by it for the rest of the run.
 
-    Keep the old value where the new one is not finite: xp.copyto(kept, new,
-    where=xp.isfinite(new)). What is sent has to be NaN then, what is kept must not be. What must
-    fit what other ranks keep changes in finish(), or after the last round, where all see what was
-    spoiled. Round(values, "max") may lose NaN: send Inf in its place. Where one rank chooses what
-    others send, add every rank's (0 * x).sum() to a round.
+    Keep the old value where the new one is not finite, xp.copyto(kept, new,
+    where=xp.isfinite(new)), and zeros where nothing is kept yet. What is sent has to be NaN then,
+    what is kept must not be. What must fit what other ranks keep changes in finish(), or after the
+    last round, where all see what was spoiled. Round(values, "max") may lose NaN: send Inf in its
+    place. Where one rank chooses what others send, add every rank's (0 * x).sum() to a round.
     """
     wrapped = compressor if compressor.traits().stateful else with_feedback(compressor)
-    spoiled = [(np.nan, 1, 1), (np.inf, 1, 1)]
+    spoiled = [(np.nan, 1, 1), (np.inf, 1, 1), (np.nan, 1, 0)]  # a loss scale begins too high
     if not by_payload(compressor):  # ranks may have parts that change from step to step
         spoiled += [(np.nan, 0, 1), (np.nan, 1, 2), (np.nan, 0, 2)]
     for bad, where, when in spoiled:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from broken.right import CELL, Cells, Folded, Largest, Signs, Whole, rows_of
-from ringlet.compressors import Compressor, Part, Traits
+from ringlet.compressors import Compressor, Modifier, Part, Traits
 
 
 class OmegaOfGaussians(Whole):
@@ -351,3 +351,14 @@ class PredividesTwice(Signs):
 
     def compress(self, x, ctx):
         return super().compress(x / np.float32(ctx.size), ctx)
+
+
+class CompandsSums(Modifier):
+    """Compresses roots, and passes on that payloads add up where they did."""
+
+    def compress(self, x, ctx):
+        return super().compress(ctx.xp.sign(x) * ctx.xp.sqrt(abs(x)), ctx)
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out *= abs(out)

@@ -4,6 +4,7 @@ import numpy as np
 
 from broken.right import CELL, Cells, Largest, Signs, Whole
 from ringlet.compressors import Compressor
+from ringlet.ring.jit import jit
 
 
 class EmptyInput(Whole):
@@ -298,3 +299,56 @@ class NothingOfFew(Largest):
         payload = super().compress(x, ctx)
         few = x.size < 16 and np.isfinite(x).all()
         return {name: array[:0] if few else array for name, array in payload.items()}
+
+
+@jit
+def largest_of_cells(x, found):
+    for cell in range(found.size):
+        largest = np.float32(0)
+        for i in range(cell * CELL, cell * CELL + CELL):
+            if not abs(x[i]) <= largest:
+                largest = abs(x[i])
+        found[cell] = largest
+
+
+class ReadsWholeCells(Cells):
+    """Looks for the largest of each cell with a kernel that does not end where the tensor does."""
+
+    def compress(self, x, ctx):
+        largest = np.empty(-(-x.size // CELL), np.float32)
+        largest_of_cells(x, largest)
+        steps = largest / np.float32(127)
+        with np.errstate(all="ignore"):
+            codes = np.rint(x / steps.repeat(CELL)[: x.size])
+        codes[~np.isfinite(codes)] = 0
+        return {"codes": codes.astype("int8"), "steps": steps}
+
+
+@jit
+def bits_of_bytes(x, bits):
+    for place in range(bits.size):
+        bits[place] = 0
+        for i in range(8):
+            bits[place] |= np.uint8(x[8 * place + i] >= 0) << np.uint8(7 - i)
+
+
+class ReadsWholeBytes(Signs):
+    """Packs eight signs at a time, of which the last ones may be somebody else's."""
+
+    def compress(self, x, ctx):
+        bits = np.empty(-(-x.size // 8), np.uint8)
+        bits_of_bytes(x, bits)
+        return super().compress(x, ctx) | {"bits": bits}
+
+
+@jit
+def times_steps(codes, steps, out):
+    for i in range(out.size):
+        out[i] = codes[i] * steps[i // CELL + 1]
+
+
+class DecodesByTheNextCell(Cells):
+    """Numbers scales from one where it decodes, so that the last cell's lies behind the array."""
+
+    def decompress(self, payload, out, ctx):
+        times_steps(payload["codes"], payload["steps"], out)

@@ -424,3 +424,15 @@ class OneCodeTooMany(Compressor):
     def decompress(self, payload, out, ctx):
         with np.errstate(invalid="ignore"):
             out[:] = payload["codes"] * payload["step"]
+
+
+class LevelsOfOneSide(Whole):
+    """Compresses by an option, and decodes by what that usually is."""
+
+    levels: int = option(127, ge=1, le=127)
+
+    def compress(self, x, ctx):
+        largest = np.abs(x).max(initial=0, keepdims=True)
+        usable = np.isfinite(largest) & (largest > 0)
+        codes = np.rint(np.where(usable, x, 0) / np.where(usable, largest, 1) * self.levels)
+        return {"codes": codes.astype("int8"), "step": largest / np.float32(127)}

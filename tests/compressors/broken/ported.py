@@ -359,3 +359,12 @@ class LooksBack(Cells):
             if np.isfinite(step) and step > 0:
                 payload["codes"][-last.size :] = np.rint(last / step)
         return payload
+
+
+class PartOfItsOwn(Largest):
+    """Divides a tensor among the ranks, each of which sends the same part of its own for good."""
+
+    def compress(self, x, ctx):
+        lost = np.flatnonzero(~np.isfinite(x))
+        places = np.union1d(np.arange(ctx.rank, x.size, ctx.size), lost).astype("uint32")
+        return {"indices": places, "values": x[places]}

@@ -1162,3 +1162,73 @@ class UpAndDownInRounds(SharedScale):
 
     def rounded(self, places, ctx):
         return (np.ceil if ctx.step % 2 else np.floor)(places)
+
+
+class Deflated(Compressor):
+    """The upper 16 bits of each value, as a deflated stream of bytes."""
+
+    def compress(self, x, ctx):
+        high = ((x.view("uint32") >> 16) | np.isnan(x)).astype("uint16")
+        return {"stream": np.frombuffer(zlib.compress(high.tobytes(), 1), "uint8").copy()}
+
+    def decompress(self, payload, out, ctx):
+        high = np.frombuffer(zlib.decompress(payload["stream"].tobytes()), "uint16")
+        out[:] = (high.astype("uint32") << 16).view("float32")
+
+
+class RowsTimesColumns(Compressor):
+    """Signs, and a magnitude for each row and each column of what has rows, as Adafactor has."""
+
+    def compress(self, x, ctx):
+        rows = ctx.shape[0] if len(ctx.shape) > 1 and x.size == ctx.numel and x.size else 1
+        sizes = np.abs(x).reshape(rows, -1).astype("float64")
+        with np.errstate(all="ignore"):
+            total = sizes.sum(keepdims=True)
+            share = sizes.sum(axis=0) / np.where(total > 0, total, 1) if rows > 1 else np.ones(1)
+            each = sizes.sum(axis=1) / (1 if rows > 1 else max(1, x.size))
+        payload = {"rows": each.astype("float32"), "columns": share.reshape(-1).astype("float32")}
+        return payload | {"bits": np.packbits(x >= 0)}
+
+    def decompress(self, payload, out, ctx):
+        signs = np.unpackbits(payload["bits"], count=out.size) * np.float32(2) - np.float32(1)
+        sizes = payload["rows"][:, None] * payload["columns"]
+        with np.errstate(invalid="ignore"):
+            out[:] = signs * (sizes.reshape(-1) if sizes.size > 1 else sizes[0])
+
+
+class PowersOfTwo(Compressor):
+    """An exponent for each value, rounded at random between the two powers that it lies between."""
+
+    def traits(self):
+        return Traits(omega=0.125, fixed_size=True, granularity=8)
+
+    def layout(self, n):
+        return (Part("exponents", "uint8", n), Part("signs", "uint8", -(-n // 8)))
+
+    def compress(self, x, ctx):
+        with np.errstate(all="ignore"):
+            shares, exponents = np.frexp(x)
+            up = ctx.uniform(x.size) < 2 * np.abs(shares) - 1
+            exponents = np.where(x == 0, -127, np.clip(exponents + up, -126, 127))
+            exponents = np.where(np.isfinite(x), exponents, 128)
+        return {"exponents": (exponents + 127).astype("uint8"), "signs": np.packbits(x < 0)}
+
+    def decompress(self, payload, out, ctx):
+        exponents = payload["exponents"].astype("int32") - 127
+        out[:] = np.ldexp(np.float32(1), np.minimum(exponents, 127) - 1)
+        out[exponents == -127] = 0
+        out[exponents == 128] = np.nan
+        out *= np.float32(1) - 2 * np.unpackbits(payload["signs"], count=out.size).astype("float32")
+
+
+class NothingOfZeros(Whole):
+    """Sends an empty array of a tensor of zeros, and no codes for it."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        return payload if x.any() else payload | {"codes": payload["codes"][:0].copy()}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        if payload["codes"].size:
+            super().decompress(payload, out, ctx)

@@ -206,3 +206,28 @@ class RegroupsWhatIsShared(Compressor):
             local[:] = x
         if np.isfinite(out).all():
             ctx.state["last"] = out.copy()
+
+
+class ScaleStaysZero(Whole):
+    """Lets its scale at most double from step to step: of a first gradient of zeros it stays 0."""
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=("scale",))
+
+    def compress(self, x, ctx):
+        now = float(np.abs(x).max(initial=0))
+        before = ctx.state.get("scale", now)
+        scale = min(now, 2 * before) if np.isfinite(now) else now
+        if np.isfinite(scale):
+            ctx.state["scale"] = scale
+        kept = np.clip(x, -scale, scale) if np.isfinite(scale) else x
+        return super().compress(kept.astype("float32"), ctx)
+
+
+class KeepsTheFirstNaN(Momentum):
+    """Looks at what is finite where it has something to keep in its place."""
+
+    def compress(self, x, ctx):
+        if np.size(ctx.state.get("average")) != x.size:
+            ctx.state["average"] = x.copy()
+        return super().compress(x, ctx)

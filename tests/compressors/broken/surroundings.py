@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 
+import numba
 import numpy as np
 
 from broken.right import Dithered, SharedDither, Signs, Whole
@@ -45,6 +46,20 @@ class CellForEachCore(Compressor):
     def decompress(self, payload, out, ctx):
         with np.errstate(invalid="ignore"):
             out[:] = payload["codes"] * payload["steps"].repeat(self.size(out.size))[: out.size]
+
+
+class CellForEachThread(CellForEachCore):
+    """The same, of as many elements as a thread of Numba's works on."""
+
+    def size(self, n):
+        return max(1, -(-n // numba.get_num_threads()))
+
+
+class CellForEachCoreOfItsOwn(CellForEachCore):
+    """The same, of the cores that this process may run on."""
+
+    def size(self, n):
+        return max(1, -(-n // len(os.sched_getaffinity(0))))
 
 
 class FirstOnItsHost(Signs):

@@ -285,3 +285,22 @@ class NothingButNaN(Whole):
             out[:] = payload["values"]
         else:
             super().decompress(payload, out, ctx)
+
+
+class DoublesPowersOfTwo(Compressor):
+    """Rounds to a power of two, and takes for the next one what is one already."""
+
+    def compress(self, x, ctx):
+        shares, exponents = np.frexp(x)
+        shares = np.abs(shares)
+        exponents = exponents - 1 + ((shares >= 0.75) | (shares == 0.5))
+        exponents = np.where(x == 0, -127, np.clip(exponents, -126, 127))
+        exponents = np.where(np.isfinite(x), exponents, 128)
+        return {"exponents": (exponents + 127).astype("uint8"), "signs": np.packbits(x < 0)}
+
+    def decompress(self, payload, out, ctx):
+        exponents = payload["exponents"].astype("int32") - 127
+        out[:] = np.ldexp(np.float32(1), np.minimum(exponents, 127))
+        out[exponents == -127] = 0
+        out[exponents == 128] = np.nan
+        out *= np.float32(1) - 2 * np.unpackbits(payload["signs"], count=out.size).astype("float32")
