@@ -68,6 +68,7 @@ CAUGHT = {
         "WrongChainedPart": "can_be_chained",
         "WrongChainedCount": "can_be_chained",
         "BlocksWithoutCount": "can_be_chained",
+        "CountsValuesThatAreGone": "can_be_chained",
         "SizeAmongValues": "can_be_chained",
         "MasksValues": "compresses_a_tensor",
         "LayoutOfShares": "traits_are_traits",
@@ -790,6 +791,7 @@ SAYS = {
     ("sizes", "AddsUpDifferences"): ("errors add up",),
     ("claims", "CompandsSums"): ("behind 'none'", 'combine="gather"'),
     ("ported", "PartOfItsOwn"): ("of rank 0 of 3", "(ctx.rank + ctx.step) %"),
+    ("wire", "CountsValuesThatAreGone"): ("looks for payload['values']", "given ['mask'] alone"),
     ("with_torch", "TurnsGradientsOff"): ("what torch.set_grad_enabled() sets",),
 }
 BASES = {

@@ -355,7 +355,13 @@ def check_can_be_chained(compressor: Compressor) -> None:
         array = payload[part]
         assert array.dtype == np.float32, f"{part!r} is of {array.dtype}, not float32"
         rest = {name: other for name, other in payload.items() if name != part}
-        count = compressor.chained_count(rest, x.size)
+        try:
+            count = compressor.chained_count(rest, x.size)
+        except KeyError as error:
+            raise AssertionError(
+                f"chained_count() looks for payload[{error}], and is given {sorted(rest)} alone: "
+                f"{part!r} is what another one has compressed by then"
+            ) from None
         assert count == array.size, (
             f"chained_count() says {count} values of {x.size} elements, compress sends {array.size}"
         )

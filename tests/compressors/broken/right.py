@@ -1232,3 +1232,21 @@ class NothingOfZeros(Whole):
         out[:] = 0
         if payload["codes"].size:
             super().decompress(payload, out, ctx)
+
+
+class TwoStepsTogether(Compressor):
+    """Sends what two steps add up to, and nothing but NaN in the first of them."""
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=("waiting",))
+
+    def compress(self, x, ctx):
+        waiting = ctx.state.get("waiting")
+        whole = x if waiting is None or waiting.size != x.size else x + waiting
+        finite = np.isfinite(whole).all()
+        if finite:
+            ctx.state["waiting"] = whole.copy() if ctx.step % 2 else np.zeros_like(x)
+        return {"values": np.zeros_like(x) if ctx.step % 2 and finite else whole.copy()}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]

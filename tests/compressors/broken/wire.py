@@ -217,6 +217,16 @@ class BlocksWithoutCount(Compressor):
         out[:] = rows.reshape(-1)[: out.size]
 
 
+class CountsValuesThatAreGone(Masked):
+    """Counts values by the array of values itself, which another one has compressed."""
+
+    def chained_part(self):
+        return "values"
+
+    def chained_count(self, payload, n):
+        return payload["values"].size
+
+
 class SizeAmongValues(Largest):
     """Sends the tensor's size as the first of its values, which '| int8' takes for the largest."""
 
