@@ -505,6 +505,7 @@ CAUGHT = {
         "ExpectsNamedArrays": "memory_moves_to_other_ranks",
         "UnitsOfNothing": "gradient_units",
         "SquaresInUnits": "gradient_units",
+        "ConsolidatesNothing": "memory_moves_to_other_ranks",
     },
     "longrun": {
         "FeedsBackMinus": "own_feedback_adds_up",
@@ -602,7 +603,7 @@ CAUGHT = {
         "ExponentInAByte": "extreme_values",
         "NoiseOfOneStage": "second_stage",
         "LooksBack": "granularity",
-        "PartOfItsOwn": "every_element_has_its_turn",
+        "PartOfItsOwn": "every_rank_counts",
     },
     "rare": {
         "InfsCancel": "non_finite_stays_visible",
@@ -792,6 +793,7 @@ SAYS = {
     ("claims", "CompandsSums"): ("behind 'none'", 'combine="gather"'),
     ("ported", "PartOfItsOwn"): ("of rank 0 of 3", "(ctx.rank + ctx.step) %"),
     ("wire", "CountsValuesThatAreGone"): ("looks for payload['values']", "given ['mask'] alone"),
+    ("moved", "ConsolidatesNothing"): ("returns no 'average'",),
     ("with_torch", "TurnsGradientsOff"): ("what torch.set_grad_enabled() sets",),
 }
 BASES = {

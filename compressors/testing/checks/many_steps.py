@@ -30,7 +30,6 @@ _PLACES = 3072  # elements, each of which is to be sent; another check looks at 
 # Half of them are sent in so few steps, or it takes too long; the rest in so many times as many.
 _FEW_STEPS, _PATIENCE = 12, 20
 _TAIL = 16  # elements at the end, for which another check looks
-_WORLD = 3  # ranks, each of which has a gradient alone
 _TURNS = 1000  # steps in which each of 64 elements is sent, if one is in every step
 
 
@@ -208,6 +207,13 @@ def _check_nobody_is_left_out(compressor: Compressor, states: list[State]) -> No
     """Raise AssertionError where a consolidated memory is no mean of what ranks remember."""
     found = compressor.consolidate(copy.deepcopy(states))
     units = [n for n in compressor.traits().gradient_units if np.shape(found.get(n, 0.0)) != ()]
+    for name in compressor.traits().gradient_units:
+        kept = [state[name] for state in states if np.shape(state.get(name, ())) != ()]
+        alike = all(_alike(kept[0], other) for other in kept)
+        assert name in found or len(kept) < len(states) or alike, (
+            f"consolidate() of {len(states)} states returns no {name!r}, of which each rank has "
+            "one of its own: what they remember is lost"
+        )
     for name in units:
         if not all(np.shape(state.get(name, ())) == np.shape(found[name]) for state in states):
             continue
@@ -279,9 +285,7 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
     that follows the values must leave some of equal values to send. Among equals that stay equal,
     such as entries of one cell of a sketch, do not take the first ones in every step. What a fixed
     projection leaves out, such as how a block differs from its mean, is never sent, and steps of a
-    norm of all values lose more than there was where these are many: say so by divergence(). Where
-    each rank sends a part of its own, it is another part in the next step: (ctx.rank + ctx.step) %
-    ctx.size.
+    norm of all values lose more than there was where these are many: say so by divergence().
     """
     while isinstance(compressor, ErrorFeedback):  # whose decay may let what is small wait
         compressor = compressor.wrapped_compressor
@@ -289,7 +293,7 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
     wrapped = compressor if traits.stateful else with_feedback(compressor)
     if wrapped is compressor and not traits.stateful:
         return  # what would diverge
-    x = _near_one(64)
+    x = near_one(64)
     states: list[State] = [{}]
     waiting, anything = np.arange(x.size) < x.size - _TAIL, False
     for step in range(_TURNS):
@@ -303,7 +307,6 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
                 check_sent_at_all(wrapped, 64)
             if not traits.stateful:
                 _check_places(wrapped)
-                _check_places_of_ranks(wrapped)
             return
     never = int(waiting.sum())
     if not traits.scales and never == x.size - _TAIL:
@@ -328,7 +331,8 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
     )
 
 
-def _near_one(n: int) -> Array:
+def near_one(n: int) -> Array:
+    """Return values of about 1 and -1, no two of them equal."""
     signs = np.where(gaussian(n, 1) < 0, -1, 1)
     return (signs * (1 + np.random.default_rng(2).random(n) / 8)).astype(np.float32)
 
@@ -346,27 +350,9 @@ def check_sent_at_all(compressor: Compressor, n: int) -> None:
     )
 
 
-def _check_places_of_ranks(wrapped: Compressor) -> None:
-    """Raise AssertionError where a rank never sends some elements, though a lone one does."""
-    x, nothing = _near_one(64), np.zeros(64, np.float32)
-    for rank in range(_WORLD if wrapped.traits().scales else 0):
-        gradients = [x if rank == other else nothing for other in range(_WORLD)]
-        states: list[State] = [{} for _ in gradients]
-        waiting = np.arange(x.size) < x.size - _TAIL
-        for step in range(_TURNS):
-            waiting &= ~(simulate(wrapped, gradients, states, step)[0] * x > 0)
-            if not waiting.any():
-                break
-        assert not waiting.any(), (
-            f"of {x.size} elements of rank {rank} of {_WORLD}, {int(waiting.sum())} were never "
-            f"sent in {_TURNS} steps of error feedback, the first of them element "
-            f"{np.flatnonzero(waiting)[0]}; of a lone rank all are"
-        )
-
-
 def _check_places(wrapped: Compressor) -> None:
     """Raise AssertionError where some of many elements wait much longer than others."""
-    x, states = _near_one(_PLACES), [State()]
+    x, states = near_one(_PLACES), [State()]
     waiting, half = np.ones(_PLACES, bool), _FEW_STEPS
     for step in range(_PATIENCE * (_FEW_STEPS + 1)):
         (out,) = simulate(wrapped, [x], states, step, shape=(_PLACES // 64, 64))

@@ -14,6 +14,8 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.quantizers.quantize import Int8
 from ringlet.compressors.quantizers.shared_int import SharedInt
+from ringlet.compressors.testing.checks.many_steps import near_one
+from ringlet.compressors.testing.checks.training import with_feedback
 from ringlet.compressors.testing.tools.equality import same, same_payload
 from ringlet.compressors.testing.tools.inputs import far_apart, gaussian, heavy_tailed, spiky
 from ringlet.compressors.testing.tools.named_check import PURE, needs
@@ -22,6 +24,7 @@ from ringlet.compressors.testing.tools.simulate import by_payload, context, deco
 _STEPS = 24
 _N = 2000
 _COUNTED = 4  # ranks, each of which has the only gradient in its turn
+_TURNS = 1000  # steps in which each of 64 elements is sent, if one is in every step
 _MANY = 130  # ranks, each of which sends something at some time
 _FEW = 200
 _EXACT = 1e-5  # of its length: how far off what is summed over a turn may be by rounding
@@ -430,7 +433,8 @@ def check_every_rank_counts(compressor: Compressor) -> None:
     the others' data alone, and its own NaN is seen by nobody.
 
     Send of every rank what is sent of the first, or let ranks take turns by ctx.step % ctx.size:
-    whatever only some ranks send, all of them need.
+    whatever only some ranks send, all of them need. Where each sends a part of its own, it is
+    another part in the next step: (ctx.rank + ctx.step) % ctx.size.
     """
     zeros = np.zeros(_N, np.float32)
     came = []
@@ -454,6 +458,36 @@ def check_every_rank_counts(compressor: Compressor) -> None:
             if not sends and not rank:
                 break  # so many have no room, of which another check knows
             assert sends, f"rank {rank} of {_MANY} sends nothing in any of {2 * _MANY} steps"
+    _check_places_of_ranks(compressor)
+
+
+def _check_places_of_ranks(compressor: Compressor) -> None:
+    """Raise AssertionError where a rank never sends some elements, though a lone one does."""
+    while isinstance(compressor, ErrorFeedback):
+        compressor = compressor.wrapped_compressor
+    if compressor.traits().stateful or not compressor.traits().scales:
+        return
+    wrapped = with_feedback(compressor)
+    if wrapped is compressor or _never_sent(wrapped, 0, 1).size:
+        return  # it would diverge, or another check tells
+    for rank in range(3):
+        never = _never_sent(wrapped, rank, 3)
+        assert not never.size, (
+            f"of 64 elements of rank {rank} of 3, {never.size} were never sent in {_TURNS} steps "
+            f"of error feedback, the first of them element {never[0]}; of a lone rank all are"
+        )
+
+
+def _never_sent(wrapped: Compressor, rank: int, size: int) -> Array:
+    """Return which of the first of 64 elements do not come that one rank alone has."""
+    x = near_one(64)
+    gradients = [x if rank == other else np.zeros_like(x) for other in range(size)]
+    states, waiting = [State() for _ in gradients], np.arange(x.size) < 48
+    for step in range(_TURNS):
+        waiting &= ~(simulate(wrapped, gradients, states, step)[0] * x > 0)
+        if not waiting.any():
+            break
+    return np.flatnonzero(waiting)
 
 
 def _sends(compressor: Compressor, x: Array, rank: int, step: int) -> bool:

@@ -235,3 +235,10 @@ class SquaresInUnits(Momentum):
         with np.errstate(all="ignore"):
             clipped = np.minimum(np.abs(payload["values"]), np.float32(3) * np.sqrt(new))
         return {"values": np.where(new > 0, np.copysign(clipped, x), payload["values"])}
+
+
+class ConsolidatesNothing(Momentum):
+    """Has nothing to go on with where ranks join or leave, though each of them owes something."""
+
+    def consolidate(self, states):
+        return {}
