@@ -208,7 +208,7 @@ def _check_nobody_is_left_out(compressor: Compressor, states: list[State]) -> No
     found = compressor.consolidate(copy.deepcopy(states))
     units = [n for n in compressor.traits().gradient_units if np.shape(found.get(n, 0.0)) != ()]
     for name in compressor.traits().gradient_units:
-        kept = [state[name] for state in states if np.shape(state.get(name, ())) != ()]
+        kept = [state[name] for state in states if np.shape(state.get(name, 0.0)) != ()]
         alike = all(_alike(kept[0], other) for other in kept)
         assert name in found or len(kept) < len(states) or alike, (
             f"consolidate() of {len(states)} states returns no {name!r}, of which each rank has "
