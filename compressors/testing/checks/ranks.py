@@ -19,7 +19,14 @@ from ringlet.compressors.testing.checks.training import with_feedback
 from ringlet.compressors.testing.tools.equality import same, same_payload
 from ringlet.compressors.testing.tools.inputs import far_apart, gaussian, heavy_tailed, spiky
 from ringlet.compressors.testing.tools.named_check import PURE, needs
-from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import (
+    by_payload,
+    context,
+    decode,
+    encode,
+    simulate,
+    takes_local,
+)
 
 _STEPS = 24
 _N = 2000
@@ -467,6 +474,8 @@ def _check_places_of_ranks(compressor: Compressor) -> None:
         compressor = compressor.wrapped_compressor
     if compressor.traits().stateful or not compressor.traits().scales:
         return
+    if not by_payload(compressor) and not takes_local(compressor):
+        return  # there is no error feedback, which another check tells
     wrapped = with_feedback(compressor)
     if wrapped is compressor or _never_sent(wrapped, 0, 1).size:
         return  # it would diverge, or another check tells
