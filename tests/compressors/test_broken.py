@@ -827,6 +827,15 @@ def failures(module, name):
         return failures_of(plugin if plugin.is_bound() else Int8() | plugin, all_checks())
 
 
+def test_pytorchs_switches_are_put_back():
+    torch = pytest.importorskip("torch")
+    with known_surroundings():
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() is torch.float32
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_left():
     left = importlib.import_module("broken.program")

@@ -194,6 +194,7 @@ def known_surroundings() -> Iterator[None]:
     generators, mask, signals = (np.random.get_state(), random.getstate()), _mask(), _signals()
     level, handlers, words = logging.root.level, [*logging.root.handlers], locale.setlocale(_ALL)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    switches = _switches()
     with (
         warnings.catch_warnings(),
         np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
@@ -224,6 +225,30 @@ def known_surroundings() -> Iterator[None]:
             logging.disable(disabled)
             np.random.set_state(generators[0])
             random.setstate(generators[1])
+            _put_back_switches(switches)
+
+
+def _switches() -> tuple[Any, ...] | None:
+    """Return what is set of PyTorch; None where it is not imported."""
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "get_rng_state"):
+        return None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    return torch.get_num_threads(), dtype, grad, deterministic
+
+
+def _put_back_switches(before: tuple[Any, ...] | None) -> None:
+    """Set of PyTorch what was set, or is where it is imported: the user's models go by it."""
+    now = _switches()
+    if now is None or now == before:
+        return
+    torch: Any = sys.modules["torch"]
+    threads, dtype, grad, deterministic = before or (now[0], torch.float32, True, False)
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def _put_back(signals: dict[int, Any]) -> None:
