@@ -14,7 +14,7 @@ from ringlet.compressors.testing.checks.claims import check_few_draws
 from ringlet.compressors.testing.checks.declared import ends_of_options, parts_with_options
 from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian
-from ringlet.compressors.testing.tools.named_check import CheckFailed, Named, needs
+from ringlet.compressors.testing.tools.named_check import Named, needs, what_failed
 from ringlet.compressors.testing.tools.other_process import are_ours
 from ringlet.compressors.testing.tools.simulate import by_payload, simulate
 
@@ -61,9 +61,7 @@ def check_of_options(checks: Sequence[Named]) -> Callable[[Compressor], None]:
                 except AssertionError as failure:
                     if isinstance(failure.__cause__, CompressorError):
                         continue
-                    told = str(failure)
-                    if isinstance(failure, CheckFailed):
-                        told = told.partition("\nWhy it matters: ")[0]
+                    told = what_failed(failure)
                     raise AssertionError(f"with {name}={value!r} {told}") from failure
 
     return check_other_options_keep_promises

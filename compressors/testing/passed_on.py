@@ -10,7 +10,7 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.specs.parser import parse
 from ringlet.compressors.testing.checks.claims import check_few_draws
 from ringlet.compressors.testing.tools.inputs import gaussian
-from ringlet.compressors.testing.tools.named_check import CheckFailed, Named, needs
+from ringlet.compressors.testing.tools.named_check import Named, needs, what_failed
 from ringlet.compressors.testing.tools.other_process import are_ours
 from ringlet.compressors.testing.tools.simulate import simulate
 
@@ -47,10 +47,7 @@ def check_of_modifiers(checks: Sequence[Named]) -> Callable[[Compressor], None]:
                 except CompressorError:
                     continue
                 except AssertionError as failure:
-                    told = str(failure)
-                    if isinstance(failure, CheckFailed):
-                        told = told.partition("\nWhy it matters: ")[0]
-                    raise AssertionError(f"behind {spec!r} {told}") from failure
+                    raise AssertionError(f"behind {spec!r} {what_failed(failure)}") from failure
 
     return check_modifier_keeps_promises
 

@@ -12,7 +12,7 @@ from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.testing.tools import simulate as simulation
 from ringlet.compressors.testing.tools.inputs import gaussian
-from ringlet.compressors.testing.tools.named_check import CheckFailed, Named, needs
+from ringlet.compressors.testing.tools.named_check import CheckFailed, Named, needs, what_failed
 from ringlet.compressors.testing.tools.replaced import replaced
 from ringlet.compressors.testing.tools.simulate import shaped, simulate
 
@@ -68,7 +68,7 @@ def check_of_shapes(checks: Sequence[Named]) -> Callable[[Compressor], None]:
                     with shaped(shaping):
                         check(compressor)
                 except CheckFailed as failure:
-                    told = str(failure).partition("\nWhy it matters: ")[0]
+                    told = what_failed(failure)
                     raise AssertionError(f"where all are {what} {told}") from failure
 
     return check_every_shape_keeps_promises

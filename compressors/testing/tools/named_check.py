@@ -30,6 +30,14 @@ class CheckFailed(AssertionError):
     """A plugin broke a promise. The message says which, where, and why it matters."""
 
 
+_WHY = "\nWhy it matters: "
+
+
+def what_failed(failure: AssertionError) -> str:
+    """Return what ``failure`` says without why it matters: who ran that check says it anew."""
+    return str(failure).partition(_WHY)[0]
+
+
 class Named:
     """A check with its name and its reason; calling it runs it.
 
@@ -61,9 +69,9 @@ class Named:
             reason = told(error)
             notes = "\n".join([*getattr(error, "__notes__", []), *_hints(error)])
             raise CheckFailed(
-                f"{self._label(target)} fails {self.name!r}: {reason.strip()}\n"
-                + (f"{notes}\n" if notes else "")
-                + f"Why it matters: {self.why}"
+                f"{self._label(target)} fails {self.name!r}: {reason.strip()}"
+                + (f"\n{notes}" if notes else "")
+                + f"{_WHY}{self.why}"
                 + (f"\nWhat to do: {self.cure}" if self.cure else "")
             ) from error
 
