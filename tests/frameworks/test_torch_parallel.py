@@ -1062,6 +1062,71 @@ def case_fsdp2_tells_ranks_that_use_different_parameters_of_one_size():
     own(x, 1).square().mean().backward()
 
 
+class Branches(torch.nn.Module):
+    """Layers of three sizes, of which a step uses some: small ones and large ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, n) for n in (96, 4, 256))
+
+    def forward(self, x, which):
+        return torch.cat([self.layers[i](x) for i in which], 1)
+
+
+def one_part_of(used):
+    """Return a model of layers that are one FSDP module, and a step that uses some of them."""
+    own = Branches()
+    fully_shard(own)
+
+    def step(which=used):
+        own.zero_grad()
+        own(batches(1)[0], which).square().mean().backward()
+        return {n: p.grad.full_tensor() for n, p in own.named_parameters() if p.grad is not None}
+
+    return own, step
+
+
+def case_fsdp2_tells_ranks_that_use_different_parameters():
+    """Whatever their sizes: gloo would end a process, NCCL wait, and payloads not be decoded."""
+    started()
+    whole, part = (0, 1, 2), (2, 1)
+    expected = one_part_of(part)[1]()
+    for compression in ("int8", "topk(ratio=0.3) | ef", "mxfp4 | ef", "fp16"):
+        own, step = one_part_of(part)
+        hvd.compress_fsdp(own, compression)
+        for first in range(3):
+            with pytest.raises(Mismatch, match=r"different parameters \(rank 0: 'root' el") as told:
+                step((whole, part, (1,))[(hvd.rank() + first) % 3])
+            assert len(set(hvd.allgather_object(str(told.value)))) == 1
+            assert set(step()) == set(expected)
+        for name, grad in step().items() if "ef" not in compression else ():
+            assert (grad - expected[name]).norm() <= 0.05 * expected[name].norm()
+
+
+def case_fsdp2_takes_what_torch_puts_in_for_unused_parameters():
+    started()
+    own, step = one_part_of((0, 1, 2))
+    hvd.compress_fsdp(own, "int8 | ef")
+    own.set_reduce_scatter_unused_params(True)
+    grads = step((0, 1) if hvd.rank() == 0 else (1, 2))
+    assert len(grads) == 6
+    assert all(each.norm() > 0 for each in grads.values())
+
+
+def case_fsdp2_tells_ranks_that_have_frozen_different_parameters():
+    started()
+    own, step = one_part_of((0, 1, 2))
+    own.layers[hvd.rank() % 2].requires_grad_(False)
+    hvd.compress_fsdp(own, "int8 | ef")
+    for _ in range(2):
+        with pytest.raises(Mismatch, match=r"different parameters.* freeze the same") as told:
+            step()
+        assert len(set(hvd.allgather_object(str(told.value)))) == 1
+    own.requires_grad_(True)
+    assert len(step()) == 6
+
+
 def case_fsdp2_tells_ranks_that_use_different_fsdp_modules_of_one_size():
     """They are at one step, and in it reduce these modules in different orders."""
     started()

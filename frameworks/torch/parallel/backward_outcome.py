@@ -77,11 +77,11 @@ class BackwardOutcome:
         if replicas is not None:
             self._among.setdefault(replicas, _Among(1))
 
-    def count(self, comm: Communicator, name: str, step: int, part: object) -> None:
+    def count(self, comm: Communicator, name: str, step: int, params: object) -> None:
         """Note at which step a reduction is, and of what. Ranks compare these."""
         among = self._among[comm]
         among.step, among.steps = step, f"{among.steps}{name} {step}\n"
-        among.parts = f"{among.parts}{name!r} elements {part}\n"
+        among.parts = f"{among.parts}{part(name, params)}"
 
     def note(self, failure: BackwardFailure, cause: BaseException | None = None) -> None:
         """Note what failed here, unless it comes of something earlier."""
@@ -122,22 +122,25 @@ class BackwardOutcome:
         told = np.empty(4 * comm.size, np.int64)
         comm.allgather(own, told)
         stages, at, hashes, others = told.reshape(-1, 4).T
-        if stages.any():
+        apart = len(set(others.tolist())) > 1
+        # What does not fit is decoded to anything, or not at all.
+        if stages.any() and not (apart and stages[stages > 0].min() == Stage.DECODE):
             first = int(np.argmin(np.where(stages == 0, len(Stage) + 1, stages)))
             words = None if failure is None else f"{failure.kind}\n{failure.text}".encode()
             said = comm.broadcast_bytes(words if comm.rank == first else None, first).decode()
             kind, _, text = said.partition("\n")
             return BackwardFailure(Stage(int(stages[first])), kind, text)
-        if len(set(others.tolist())) > 1:
+        if apart:
             lists = [each.decode().splitlines() for each in comm.allgather_bytes(parts.encode())]
             lines = next(row for row in zip_longest(*lists, fillvalue="nothing") if len({*row}) > 1)
             shown = "; ".join(f"rank {r}: {t}" for r, t in zip(comm.origin, lines, strict=True))
             return BackwardFailure(
                 Stage.PLAN,
                 Mismatch.__name__,
-                f"{self._caller}: ranks have gradients of different parameters ({shown}), which "
-                "were added to each other; use the same parameters on all ranks in a step, such as "
-                "with 0.0 * p.sum() in the loss, and freeze the same",
+                f"{self._caller}: ranks have gradients of different parameters ({shown}), so "
+                "that their sum is of no use; use the same parameters on all ranks in a step, such "
+                "as with 0.0 * p.sum() in the loss or, where torch has it, "
+                "model.set_reduce_scatter_unused_params(True), and freeze the same",
             )
         if len(set(hashes.tolist())) > 1:
             ranks = zip(comm.origin, at.tolist(), strict=True)
@@ -155,6 +158,11 @@ class BackwardOutcome:
 def compression_failed(error: CompressionFailed) -> BackwardFailure:
     """Return a failure of a parameter's compressor, as ``note`` takes it."""
     return BackwardFailure(Stage.ENCODE, CompressionFailed.__name__, str(error))
+
+
+def part(name: str, params: object) -> str:
+    """Return the line that tells of which ``params`` the reduction ``name`` is."""
+    return f"{name!r} elements {params}\n"
 
 
 def told(error: BaseException) -> str:

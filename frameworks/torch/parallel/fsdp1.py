@@ -48,6 +48,10 @@ class FlatReduction(FsdpReduction[None]):
         else:
             self.reduce(shard, gradient, way, self._size, None)
 
+    def whole(self, params: None, n: int) -> tuple[None, int]:
+        """Return what it is of in every step: the flat parameter is reduced whole."""
+        return params, n
+
     def divided(
         self, now: dict[Compressor, Compressor], params: None, n: int, size: int
     ) -> list[list[Piece]]:

@@ -11,12 +11,15 @@ class Reduced(NamedTuple):
     """The parameters of a reduction, of all that an FSDP module's group has.
 
     ``spans`` are where a rank's padded shards of them begin and end among the shards of all, and
-    ``shapes`` those of these shards; ``group`` is the number of the group in its module.
+    ``shapes`` those of these shards; ``group`` is the number of the group in its module. ``every``
+    has the spans of all that may have a gradient, of which some are left out where a step does not
+    use them.
     """
 
     group: int
     spans: tuple[tuple[int, int], ...]
     shapes: tuple[tuple[int, ...], ...] = ()
+    every: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         told = [f"{start}:{stop}" for start, stop in self.spans]
@@ -37,7 +40,8 @@ def reduced(module: Any, n: int, frame: FrameType) -> Reduced | None:
         for chosen in (found, [] if ids else every):
             if chosen and sum(stop - start for _, (start, stop), _ in chosen) == n:
                 _, spans, shapes = zip(*chosen, strict=True)
-                return Reduced(number, spans, shapes)
+                may = (s for p, s, _ in every if p.sharded_param.requires_grad or s in spans)
+                return Reduced(number, spans, shapes, tuple(may))
     return None
 
 

@@ -17,7 +17,7 @@ from ringlet.fusion.devices.host import Place
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
-from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, told
+from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, part, told
 from ringlet.torch.parallel.fsdp_pieces import LayoutFailed, Piece
 from ringlet.torch.parallel.fsdp_transport import Way, Ways
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
@@ -61,7 +61,15 @@ class FsdpReduction(ABC, Generic[Params]):
         self.now: dict[Compressor, Compressor] | None = distinct
         self.scheduled = any(overrides(each, "at") for each in distinct)
         self._declared = list(distinct)
+        self._rooms: dict[tuple[tuple[Compressor, ...], Params, int], int] = {}
         self._pieces: dict[tuple[tuple[Compressor, ...], Params, int], list[list[Piece]]] = {}
+
+    @abstractmethod
+    def whole(self, params: Params, n: int) -> tuple[Params, int]:
+        """Return all that a reduction of ``params``, ``n`` elements a rank, is sometimes part of.
+
+        It is the same on all ranks, also where they come with gradients of different parameters.
+        """
 
     @abstractmethod
     def divided(
@@ -111,14 +119,15 @@ class FsdpReduction(ABC, Generic[Params]):
         for state in self.states.values() if self.loaded else ():
             place.bring(state)
         self.loaded = False
-        pieces = self._pieces_of(way, params, total.size)
-        if pieces is None:
+        nbytes = self._room_of(way, params, total.size)
+        if nbytes is None:
             output.zero_()
             return
+        pieces = self._pieces_of(way, params, total.size)
         ready = place.ready()
         with place.at_work():
             place.after([ready])
-            self._reduce(comm, place, values, total, pieces)
+            self._reduce(comm, place, values, total, pieces, nbytes)
             mark = place.done([values, total])
         if mark is not None:
             mark.collect()
@@ -164,26 +173,42 @@ class FsdpReduction(ABC, Generic[Params]):
             for each in modules:
                 each.now = None
 
-    def _pieces_of(self, way: Way, params: Params, n: int) -> list[list[Piece]] | None:
-        """Return how what goes to each rank is divided; None where that fails on some rank."""
+    def _room_of(self, way: Way, params: Params, n: int) -> int | None:
+        """Return how many bytes go to each rank; None where some rank cannot tell.
+
+        They suffice for all parameters, so that ranks which use different ones exchange as much.
+        """
         now = self.now
         assert now is not None
-        known = tuple(now.values()), params, n
-        pieces = self._pieces.get(known)
-        if pieces is None:
+        whole = self.whole(params, n)
+        known = tuple(now.values()), *whole
+        nbytes = self._rooms.get(known)
+        if nbytes is None:
             failure = None
             try:
-                pieces = self.divided(now, params, n, way.comm.size)
+                nbytes = max(each[-1].end for each in self.divided(now, *whole, way.comm.size))
             except LayoutFailed as failed:
-                by, error = failed.compressor, failed.__cause__ or failed
-                failure = self._failure(Stage.PLAN, by, by.layout, self.name, error)
-            failure = self.ways.outcome.agreed(way.comm, failure, self.step, "")
+                failure = self._layout_failure(failed)
+            told = part(self.name, whole[0])
+            failure = self.ways.outcome.agreed(way.comm, failure, self.step, "", told)
             if failure is not None:
                 self.ways.outcome.note(failure)
                 return None
-            assert pieces is not None
-            self._pieces[known] = pieces
-        return pieces
+            assert nbytes is not None
+            self._rooms[known] = nbytes
+        return nbytes
+
+    def _pieces_of(self, way: Way, params: Params, n: int) -> list[list[Piece]]:
+        """Return how what goes to each rank is divided; nothing where that fails here."""
+        assert self.now is not None
+        known = tuple(self.now.values()), params, n
+        if known not in self._pieces:
+            try:
+                self._pieces[known] = self.divided(self.now, params, n, way.comm.size)
+            except LayoutFailed as failed:
+                self.ways.outcome.note(self._layout_failure(failed), failed.__cause__)
+                return []
+        return self._pieces[known]
 
     def _reduce(
         self,
@@ -192,12 +217,12 @@ class FsdpReduction(ABC, Generic[Params]):
         values: Array,
         total: Array,
         pieces: list[list[Piece]],
+        nbytes: int,
     ) -> None:
         n, workspace = total.size, place.workspace
-        nbytes = max(each[-1].end for each in pieces)
         send = workspace.array("send", nbytes * comm.size, np.uint8)
         receive = workspace.array("receive", nbytes * comm.size, np.uint8)
-        failed = False
+        failed = not pieces
         for rank in range(comm.size):
             own, out = values[rank * n : (rank + 1) * n], send[rank * nbytes : (rank + 1) * nbytes]
             for piece in [] if failed else pieces[rank]:
@@ -227,6 +252,10 @@ class FsdpReduction(ABC, Generic[Params]):
             self.ways.outcome.note(failure, error)
             return True
         return False
+
+    def _layout_failure(self, failed: LayoutFailed) -> BackwardFailure:
+        by, error = failed.compressor, failed.__cause__ or failed
+        return self._failure(Stage.PLAN, by, by.layout, self.name, error)
 
     def _failure(
         self,

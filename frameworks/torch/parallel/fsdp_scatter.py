@@ -113,6 +113,13 @@ class CompressedReduceScatter(FsdpReduction["Reduced | None"], ReduceScatter):
         params = reduced(self._module, output_tensor.numel(), caller)
         self.reduce(output_tensor, input_tensor, way, divisor, params, replicas)
 
+    def whole(self, params: Reduced | None, n: int) -> tuple[Reduced | None, int]:
+        """Return all parameters that may have a gradient, and how many elements a rank's are."""
+        if params is None:
+            return None, n
+        spans = params.every
+        return Reduced(params.group, spans, every=spans), sum(b - a for a, b in spans)
+
     def divided(
         self, now: dict[Compressor, Compressor], params: Reduced | None, n: int, size: int
     ) -> list[list[Piece]]:
