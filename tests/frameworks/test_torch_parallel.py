@@ -1074,10 +1074,10 @@ class Branches(torch.nn.Module):
         return torch.cat([self.layers[i](x) for i in which], 1)
 
 
-def one_part_of(used):
+def one_part_of(used, mesh=None):
     """Return a model of layers that are one FSDP module, and a step that uses some of them."""
     own = Branches()
-    fully_shard(own)
+    fully_shard(own, mesh=mesh)
 
     def step(which=used):
         own.zero_grad()
@@ -1102,6 +1102,22 @@ def case_fsdp2_tells_ranks_that_use_different_parameters():
             assert set(step()) == set(expected)
         for name, grad in step().items() if "ef" not in compression else ():
             assert (grad - expected[name]).norm() <= 0.05 * expected[name].norm()
+
+
+def case_hsdp_tells_replicas_that_use_different_parameters():
+    """At once: those that have no gradient of one would let the others wait for it."""
+    started()
+    mesh = two_levels()
+    own, step = one_part_of((2, 1), mesh["shard"])
+    hvd.compress_hsdp(own, "int8 | ef", mesh["replicate"].get_group())
+    replica = mesh["replicate"].get_local_rank()
+    for first, second in ((0, 1, 2), (2, 1)), ((2, 1), (1,)), ((0,), (2,)):
+        for which in (first, second), (second, first):
+            words = "compress_hsdp: replicas differ: .*1 is .*use the same parameters in a step"
+            with pytest.raises(Mismatch, match=words) as told:
+                step(which[replica])
+            assert len(set(hvd.allgather_object(str(told.value)))) == 1
+            assert len(step()) == 4
 
 
 def case_fsdp2_takes_what_torch_puts_in_for_unused_parameters():

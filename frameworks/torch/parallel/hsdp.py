@@ -104,9 +104,7 @@ class ReplicaAverage:
         if group is None:
             raise failed
         shard.zero_()
-        failure = BackwardFailure(
-            Stage.ENCODE, type(failed).__name__, self._in_all_ranks(str(failed))
-        )
+        failure = BackwardFailure(Stage.ENCODE, type(failed).__name__, self._told(failed))
         self._ways.outcome.note(failure, failed)
 
     def compressor_of(self, name: str) -> Compressor:
@@ -131,17 +129,27 @@ class ReplicaAverage:
             self.places[name] = place
             compressor = self.compressor_of(name)
             request = Request(
-                name, "allreduce", dtype, shape, ReduceOp.AVERAGE, str(compressor), place=place,
-                loaded=self.loaded, edition=edition(compressor),
+                name, "allreduce", dtype, shape, ReduceOp.AVERAGE, str(compressor),
+                group=self.name, group_size=len(pieces), place=place, loaded=self.loaded,
+                edition=edition(compressor),
             )  # fmt: skip
             items.append((request, values[start:stop], None, compressor))
             start = stop
         return self._engine.submit_all(items)
 
-    def _in_all_ranks(self, text: str) -> str:
-        """Return an error's ``text``, which names a rank of the replicas, with its rank of all."""
+    def _told(self, failed: CompressionFailed | Mismatch) -> str:
+        """Return an error's text, which names ranks of the replicas, with their ranks of all."""
         origin = self._engine.comm.origin
-        return re.sub(r"^rank (\d+):", lambda found: f"rank {origin[int(found[1])]}:", text)
+        if isinstance(failed, CompressionFailed):
+            return re.sub(
+                r"^rank (\d+):", lambda found: f"rank {origin[int(found[1])]}:", str(failed)
+            )
+        ranks = ", ".join(f"{rank} is {whole}" for rank, whole in enumerate(origin))
+        return (
+            f"compress_hsdp: replicas differ: {failed} (ranks are those of replicas; of all ranks "
+            f"{ranks}); use the same parameters in a step, compressors and checkpoint in all of "
+            "them"
+        )
 
 
 class HsdpState:
