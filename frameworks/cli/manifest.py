@@ -80,6 +80,42 @@ def main(options: argparse.Namespace) -> int:
 
 def _wanted(options: argparse.Namespace) -> WantedJob:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    _refuse_incomplete(options, command)
+    number = {
+        name: _number(options, name, least)
+        for name, least in (
+            ("nodes", 1), ("slots", 1), ("gpus", 0), ("restarts", 0), ("min_nodes", 1),
+            ("max_nodes", 1),
+        )
+    }  # fmt: skip
+    nodes, gpus = number["nodes"] or 1, number["gpus"] or 0
+    fewest, most = number["min_nodes"], number["max_nodes"]
+    _check_nodes(options.kind, nodes, fewest, most)
+    env = _variables(options)
+    _refuse_surrogates([*command, *(word for pair in env.items() for word in pair)])
+    resources = {"cpu": options.cpu, "memory": options.memory}
+    passed = {"--network-interface": options.interfaces, "--start-timeout": options.start_timeout}
+    return WantedJob(
+        name=options.name,
+        image=options.image,
+        command=command,
+        nodes=nodes,
+        slots=number["slots"] or gpus or 1,
+        secret=secrets.token_hex(32),
+        gpus=gpus,
+        resources={name: value for name, value in resources.items() if value is not None},
+        env=env,
+        volumes=_volumes(options.volume),
+        options=[word for pair in passed.items() if pair[1] is not None for word in pair],
+        restarts=number["restarts"] or 0,
+        fewest=(fewest or nodes) if fewest or most else None,
+        most=most,
+        namespace=options.namespace,
+    )
+
+
+def _refuse_incomplete(options: argparse.Namespace, command: Sequence[str]) -> None:
+    """Raise UsageError where something is missing, or is of no use to the kind of job."""
     if options.kind not in KINDS:
         given = "is missing" if options.kind is None else f"{options.kind!r} is not known"
         raise UsageError(f"--kind {given}: one of {', '.join(KINDS)}")
@@ -93,35 +129,33 @@ def _wanted(options: argparse.Namespace) -> WantedJob:
         )
     if not command:
         raise UsageError("a command is missing: ringlet manifest ... python train.py")
-    number = {
-        name: _number(options, name, least)
-        for name, least in (
-            ("nodes", 1), ("slots", 1), ("gpus", 0), ("restarts", 0), ("min_nodes", 1),
-            ("max_nodes", 1),
-        )
-    }  # fmt: skip
-    nodes, gpus = number["nodes"] or 1, number["gpus"] or 0
-    fewest, most = number["min_nodes"], number["max_nodes"]
-    if (fewest or most) and options.kind not in ELASTIC:
+    for flag, value in {
+        "--slots": options.slots,
+        "--network-interface": options.interfaces,
+        "--start-timeout": options.start_timeout,
+    }.items():
+        if options.kind == "RayJob" and value is not None:
+            raise UsageError(
+                f"{flag} is of no use to a RayJob: its program says so to ringlet.ray, which"
+                " starts the ranks"
+            )
+
+
+def _check_nodes(kind: str, nodes: int, fewest: int | None, most: int | None) -> None:
+    """Raise UsageError where an elastic job cannot have as many pods."""
+    if (fewest or most) and kind not in ELASTIC:
         raise UsageError(
-            f"--min-nodes, --max-nodes: the pods of a {options.kind} do not come and go; those of"
+            f"--min-nodes, --max-nodes: the pods of a {kind} do not come and go; those of"
             f" {', '.join(ELASTIC[:-1])} and {ELASTIC[-1]} do"
         )
     if fewest and fewest > nodes:
         raise UsageError(f"--min-nodes {fewest} is more than --nodes {nodes}")
     if most and nodes > most:
         raise UsageError(f"--nodes {nodes} is more than --max-nodes {most}")
-    if options.kind == "RayJob":
-        for flag, given in {
-            "--slots": options.slots,
-            "--network-interface": options.interfaces,
-            "--start-timeout": options.start_timeout,
-        }.items():
-            if given is not None:
-                raise UsageError(
-                    f"{flag} is of no use to a RayJob: its program says so to ringlet.ray, which"
-                    " starts the ranks"
-                )
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    """Return the environment of all ranks. Raises UsageError where it is wrong, or has a secret."""
     env = {**options.tunables, **dict(map(assignment, options.env))}
     try:
         check(env)
@@ -132,31 +166,7 @@ def _wanted(options: argparse.Namespace) -> WantedJob:
             "--env RINGLET_SECRET would show it to all who may read the job: leave it out, the"
             " manifest has a Secret with one of its own"
         )
-    _refuse_surrogates([*command, *(word for pair in env.items() for word in pair)])
-    resources = {"cpu": options.cpu, "memory": options.memory}
-    passed: list[str] = []
-    for flag, value in {
-        "--network-interface": options.interfaces,
-        "--start-timeout": options.start_timeout,
-    }.items():
-        passed += [] if value is None else [flag, value]
-    return WantedJob(
-        name=options.name,
-        image=options.image,
-        command=command,
-        nodes=nodes,
-        slots=number["slots"] or gpus or 1,
-        secret=secrets.token_hex(32),
-        gpus=gpus,
-        resources={name: value for name, value in resources.items() if value is not None},
-        env=env,
-        volumes=_volumes(options.volume),
-        options=passed,
-        restarts=number["restarts"] or 0,
-        fewest=(fewest or nodes) if fewest or most else None,
-        most=most,
-        namespace=options.namespace,
-    )
+    return env
 
 
 def _number(options: argparse.Namespace, name: str, least: int) -> int | None:
