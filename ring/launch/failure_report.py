@@ -10,6 +10,7 @@ from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.launch.start import Started
 from ringlet.ring.processes import processes
+from ringlet.ring.rendezvous.epochs import leaving_name
 from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore
 
@@ -55,7 +56,7 @@ class FailureReport:
 
     def reached(self) -> bool:
         """Settle on the rank that failed first; true when that was possible just now."""
-        failed = self._rank_table.first_failed() or self._missed
+        failed = self._rank_table.first_failed(self._leaves) or self._missed
         if self.first is None and failed is not None:
             self.first = failed
             self.running = [rank for rank in self._rank_table.ranks if rank.code is None]
@@ -66,6 +67,11 @@ class FailureReport:
         """Whether a rank has failed, and ``reached`` has settled on none yet."""
         # By what was settled, not by the clock: time may be up between two looks at it.
         return self.first is None and any(rank.code for rank in self._rank_table.ranks)
+
+    def _leaves(self, rank: Rank) -> bool:
+        """Whether a rank has said that it ends, and not because it has lost another one."""
+        code = self._kv_store.value(leaving_name(rank.number))
+        return code is not None and code != b"%d" % LOST_PEER
 
     def missed(self, number: int) -> None:
         """Note a rank that has ended well before MPI_Init, in which others wait for it."""

@@ -18,6 +18,7 @@ from ringlet.ring.wire.launch_link import Channel, Kind
 from ringlet.ring.wire.listener import Guest
 
 CAUSE_NS = 5_000_000_000  # how long an effect waits for its cause
+LEAVING_NS = 60_000_000_000  # and for one that is known to be on its way out
 
 
 @dataclass
@@ -72,17 +73,20 @@ class RankTable:
         """Return the connections on which something may still come."""
         return [rank.channel for rank in self.ranks if rank.channel and not rank.done]
 
-    def first_failed(self) -> Rank | None:
+    def first_failed(self, leaves: Callable[[Rank], bool]) -> Rank | None:
         """Return the rank that failed first, if one has, cause before effect.
 
         A rank that ended because it lost another one may be quicker to end than that one: for
-        some seconds it is not named while others still run.
+        some seconds it is not named while others still run, and longer while one of them ``leaves``
+        for another reason.
         """
         failed = [rank for rank in self.ranks if rank.code]
         first = min(failed, key=lambda r: (r.code == LOST_PEER, r.when), default=None)
-        if first is None or first.code != LOST_PEER or all(r.code is not None for r in self.ranks):
+        running = [rank for rank in self.ranks if rank.code is None]
+        if first is None or first.code != LOST_PEER or not running:
             return first
-        return first if time.monotonic_ns() - first.when > CAUSE_NS else None
+        patience = LEAVING_NS if any(map(leaves, running)) else CAUSE_NS
+        return first if time.monotonic_ns() - first.when > patience else None
 
     def engage(self, guest: Guest) -> bool:
         """Have a wrapper that has just reported run its rank; false if it is not wanted."""

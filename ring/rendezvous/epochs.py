@@ -71,8 +71,11 @@ def knows_name(member: int) -> str:
 
 
 def leaving_name(member: int) -> str:
-    """Return the name under which a member says that it is about to end, and with which code."""
-    return f"elastic/leaving/{member}"
+    """Return the name under which a member says that it is about to end, and with which code.
+
+    So do ranks of jobs that are not elastic, by their numbers.
+    """
+    return f"leaving/{member}"
 
 
 def held_name(member: int) -> str:

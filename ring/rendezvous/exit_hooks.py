@@ -75,8 +75,9 @@ def _hook(always: bool) -> None:
         if always and asked and not failed:
             failed.append(SystemExit(asked[-1]))
         child = always and os.getpid() != rank
-        if asked and not failed and os.getpid() == rank:
-            tell_leaving(code(), os.environ)
+        if not failed and not always and os.getpid() == rank:
+            raised = program is not None and not _returned(program)
+            tell_leaving(None if raised and not asked else code(), os.environ)
         if child or (failed and (always or isinstance(failed[0], PeerLost))):
             flush_standard_streams()
             os._exit(code() if failed else 0)
@@ -141,13 +142,15 @@ def report_loss(error: PeerLost, env: Mapping[str, str]) -> bool:
     return _tell(name, LossReport(error.ranks, str(error)).pack(), env)
 
 
-def tell_leaving(code: int, env: Mapping[str, str]) -> None:
-    """Tell the launcher of an elastic job that this rank ends with ``code``: the others lose it.
+def tell_leaving(code: int | None, env: Mapping[str, str]) -> None:
+    """Tell the launcher that this rank ends with ``code``, None if unknown: the others lose it.
 
     An interpreter with torch in it takes a second to end, and longer where others keep the cores.
+    In an elastic job only who fails says so.
     """
-    if MEMBER in env and code & 255:
-        _tell(leaving_name(int(env[MEMBER])), b"%d" % (code & 255), env)
+    if MEMBER not in env or (code or 0) & 255:
+        number = int(env.get(MEMBER, env.get("RINGLET_RANK", -1)))
+        _tell(leaving_name(number), b"?" if code is None else b"%d" % (code & 255), env)
 
 
 def _tell(name: str, value: bytes, env: Mapping[str, str]) -> bool:

@@ -16,10 +16,11 @@ import pytest
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.launch import failure_report, rank_table, start
 from ringlet.ring.launch.failure_report import FailureReport
-from ringlet.ring.launch.rank_table import CAUSE_NS, Rank, RankTable
+from ringlet.ring.launch.rank_table import CAUSE_NS, LEAVING_NS, Rank, RankTable
 from ringlet.ring.launch.start import Started
 from ringlet.ring.launch.termination import Termination
 from ringlet.ring.processes.output import Printer
+from ringlet.ring.rendezvous.epochs import leaving_name
 from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore, Op
 from ringlet.ring.wire.launch_link import Channel
@@ -189,9 +190,57 @@ def test_the_launcher_names_who_left(transport: str) -> None:
     done, said = launched(2, transport, EARLY)
     assert done.returncode == LOST_PEER, done.stderr
     assert len(said) == 1
-    # Rank 1 may need longer to end than others wait for it; over MPI it waits in MPI_Finalize.
+    # Over MPI rank 1 waits in MPI_Finalize, which may take longer than others wait for it.
     lost = "rank 0 exited with code 75, having lost another rank: rank 1 has shut down while"
-    assert LEFT.format(1, 0) in said[0] or lost in said[0]
+    assert LEFT.format(1, 0) in said[0] or (transport == "mpi" and lost in said[0])
+
+
+SLOW_TO_END = """
+import atexit, os, sys, time
+if os.environ["RINGLET_RANK"] == "1":
+    atexit.register(time.sleep, 6)  # as an interpreter takes where others keep the cores
+import torch
+import ringlet.torch as hvd
+hvd.init()
+x = torch.ones(4)
+hvd.allreduce(x)
+if hvd.rank() == 1:
+    {end}
+while True:
+    hvd.allreduce(x)
+"""
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize(
+    ("end", "code"), [("raise SystemExit(5)", 5), ("sys.exit(5)", 5), ("1 / 0", 1)]
+)
+def test_a_rank_that_is_slow_to_end_is_the_cause(end: str, code: int) -> None:
+    """Longer than the launcher waits for a cause: the rank has said that it ends."""
+    done, said = launched(2, "gloo", SLOW_TO_END.format(end=end))
+    assert said == [f"ringlet run: rank 1 exited with code {code}"], done.stderr
+    assert done.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("told", "patience"), [(b"5", LEAVING_NS), (b"?", LEAVING_NS), (b"75", CAUSE_NS)]
+)
+def test_a_rank_on_its_way_out_is_waited_for_longer(
+    monkeypatch: pytest.MonkeyPatch, told: bytes, patience: int
+) -> None:
+    """But not without end, and not where it ends because it lost another one, too."""
+    now = [patience]
+    clock = SimpleNamespace(monotonic_ns=lambda: now[0], monotonic=time.monotonic)
+    monkeypatch.setattr(rank_table, "time", clock)
+    effect, leaving = Rank(0, code=LOST_PEER, when=0), Rank(1)
+    kv_store = KvStore()
+    kv_store._do(Op.SET, [leaving_name(1).encode(), told])
+    table = RankTable([effect, leaving], Printer(2), lambda _: {})
+    failure = FailureReport(table, kv_store, several=False)
+    assert not failure.reached()
+    now[0] += 1
+    assert failure.reached()
+    assert failure.first is effect
 
 
 BEFORE_INIT = """
