@@ -15,12 +15,13 @@ from typing import Any
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.errors import CompressorError, OptionError, SpecError, more_of
 from ringlet.compressors.specs.diagnosis import HELP, diagnose, named_file
-from ringlet.compressors.specs.registry import lookup, revision
+from ringlet.compressors.specs.registry import lookup, names, revision
 
 LONGEST = 2000  # characters of a spec: what diagnoses one may take the square of them
 MOST = 32  # compressors that a spec joins: each is a level of nesting
 _parsing = threading.Lock()  # CPython 3.11 counts the parser's depth wrongly across threads
 _SPACES = str.maketrans("\r\n\t\f", "    ")  # a spec may go over several lines
+_CONSTANTS = {"true": "True", "false": "False", "null": "None", "none": "None"}
 _PLACE = re.compile(r"""'[^']*'|"[^"]*"|([^\W\d]\w*(?:\.\w+)*:[^\W\d]\w*(?:\.\w+)*)""")
 # Letters that stand for the signs of MODULE:NAME while Python reads it as one name.
 _AS_NAME = str.maketrans(".:", "\ua78f\u02d0")
@@ -175,7 +176,12 @@ def _literal(node: ast.expr, text: str) -> Any:
         value = ast.literal_eval(node)
     except ValueError:
         reason = "an option's value is a number, a string, True, False or None"
-        if isinstance(node, (ast.Name, ast.Call)):
+        name = node.id if isinstance(node, ast.Name) else ""
+        if constant := _CONSTANTS.get(name.lower()):
+            reason += f"; write {constant}"
+        elif name and name not in names():
+            reason += f", and a string has quotes: write {name.translate(_AS_PLACE)!r}"
+        elif isinstance(node, (ast.Name, ast.Call)):
             reason += "; a compressor stands before or behind another: 'int8 | ef'"
         raise _at(text, _column(node, text), reason) from None
     return value

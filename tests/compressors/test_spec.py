@@ -306,9 +306,11 @@ def test_a_class_that_cannot_be_made_is_pointed_at(name, says):
         (f"int8 | {PLACE}: Context", f"with one ':': write '{PLACE}:Context'"),
         ("mine:", "a name is missing behind this ':'"),
         ("ef(int8)", "a compressor stands before or behind another: 'int8 | ef'"),
+        ("mxfp8(format=e5m2)", "a string has quotes: write 'e5m2'"),
+        ("mxfp8(stochastic=true)", "True, False or None; write True"),
     ],
 )
-def test_a_place_that_cannot_be_read_says_how_it_is_written(spec, says):
+def test_what_cannot_be_read_says_how_it_is_written(spec, says):
     with pytest.raises(SpecError) as caught:
         parse(spec)
     assert says in str(caught.value)
