@@ -277,9 +277,12 @@ def run(
         raise ValueError(f"redundancy must be 0 or 1 copies, not {redundancy!r}")
     if func is None:
         return functools.partial(run, resume=resume, redundancy=redundancy)
+    if not callable(func):
+        raise TypeError(f"elastic.run decorates a function, train(state), and not {func!r}")
 
     @functools.wraps(func)
     def synchronised(state: State, *args: Any, **kwargs: Any) -> R:
+        _check_state(func, state)
         training = _Training(state, resume, redundancy)
         while True:
             try:
@@ -295,6 +298,16 @@ def run(
                     raise
 
     return synchronised
+
+
+def _check_state(func: object, state: object) -> None:
+    """Raise TypeError unless ``state``, the first argument of ``func``, is a State."""
+    if not isinstance(state, State):
+        called = getattr(func, "__name__", "the function")
+        raise TypeError(
+            f"the first argument of {called} is a state, such as TorchState(model, optimizer, "
+            f"batch=0), not a {type(state).__name__}"
+        )
 
 
 class _Training:

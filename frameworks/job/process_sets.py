@@ -28,8 +28,12 @@ class ProcessSet:
         self._ranks: list[int] | None = None
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
-        else:
+        elif isinstance(ranks_or_comm, Iterable):
             self._ranks = sorted(int(rank) for rank in ranks_or_comm)
+        else:
+            raise TypeError(
+                f"a process set is a list of ranks such as [0, 1], not {ranks_or_comm!r}"
+            )
 
     @property
     def ranks(self) -> list[int] | None:

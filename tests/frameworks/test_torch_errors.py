@@ -157,6 +157,21 @@ def case_states_that_are_none():
         hvd.broadcast_optimizer_state(m, 0)
 
 
+def case_a_model_in_place_of_what_holds_it():
+    m = model()
+    with pytest.raises(TypeError, match=r"first argument is a torch optimizer, .*, not the model"):
+        hvd.DiLoCo(m, m.named_parameters())
+    with pytest.raises(TypeError, match=r"argument of compress_fsdp is the model, not a str"):
+        hvd.compress_fsdp("int8", m)
+    with pytest.raises(TypeError, match=r"is a list of ranks such as \[0, 1\], not 0"):
+        hvd.add_process_set(0)
+    with pytest.raises(TypeError, match=r"elastic\.run decorates a function"):
+        hvd.elastic.run(m.state_dict())
+    train = hvd.elastic.run(lambda state: None)
+    with pytest.raises(TypeError, match=r"is a state, such as TorchState.*, not a Sequential"):
+        train(m)
+
+
 def case_a_lazy_module_that_has_no_shape_yet():
     lazy = nn.LazyLinear(3)
     with pytest.raises(TypeError, match=r"parameter 'weight' is of a lazy module, .* on all"):

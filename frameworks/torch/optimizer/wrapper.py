@@ -487,6 +487,11 @@ def _check_optimizer(optimizer: object) -> None:
             f"{type(optimizer).__name__} communicates by itself: use it without "
             "DistributedOptimizer"
         )
+    check_is_optimizer(optimizer)
+
+
+def check_is_optimizer(optimizer: object) -> None:
+    """Raise TypeError unless ``optimizer``, the first argument of a call, is one of torch's."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"the first argument is a torch optimizer, such as torch.optim.SGD(model.parameters(), "

@@ -32,7 +32,7 @@ def check_model(module: Any, caller: str) -> None:
     """Raise TypeError for what is no module, InvalidArgument where the job is elastic."""
     if not isinstance(module, torch.nn.Module):
         what = type(module).__name__
-        raise TypeError(f"the first argument of {caller} is the model, and not what is a {what}")
+        raise TypeError(f"the first argument of {caller} is the model, not a {what}")
     refuse(
         caller,
         "a rank that is lost takes its shard of the parameters along",

@@ -31,7 +31,7 @@ from ringlet.torch.optimizer.naming import (
 )
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
-from ringlet.torch.optimizer.wrapper import DistributedOptimizer
+from ringlet.torch.optimizer.wrapper import DistributedOptimizer, check_is_optimizer
 
 _KEY = "ringlet_diloco"  # in a state_dict, beside the inner optimizer's state
 
@@ -67,6 +67,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
                 f"outer_lr must be > 0 and outer_momentum in [0, 1), got {outer_lr}, "
                 f"{outer_momentum}"
             )
+        check_is_optimizer(inner)
         if getattr(inner, "_ringlet_original", None) is not None:
             raise ValueError(
                 "inner is a DistributedOptimizer, which reduces gradients in every step: pass the "
