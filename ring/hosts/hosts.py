@@ -44,7 +44,14 @@ class Seat:
 
 def parse_hosts(text: str, source: str = "--hosts") -> list[Host]:
     """Read ``host1:4,host2:4``; a host without a number has one slot. Raises LaunchError."""
-    return _distinct([parse_host(piece.strip(), source) for piece in text.split(",")], source)
+    pieces = [piece.strip() for piece in text.split(",")]
+    for piece in pieces:
+        if len(apart := piece.split()) > 1:
+            raise LaunchError(
+                f"{source}: expected host:slots, not {piece!r}; commas stand between hosts: "
+                f"{','.join(apart)}"
+            )
+    return _distinct([parse_host(piece, source) for piece in pieces], source)
 
 
 def read_hostfile(path: str) -> list[Host]:

@@ -64,6 +64,7 @@ def test_hosts_and_slots() -> None:
         ("-a:2", "expected host:slots"),
         ("me@-a:2", "expected host:slots"),
         ("a b:2", "not 'a b:2'"),
+        ("a:4 b:2", "not 'a:4 b:2'; commas stand between hosts: a:4,b:2"),
         ("$(id):2", "expected host:slots"),
         ("a:2,a:3", "host a is named twice"),
     ],
