@@ -252,24 +252,27 @@ def run(
 ) -> Any:
     """Decorate a training function whose first argument is a ``State``, which is synchronised.
 
-    When ranks are lost the state is the last commit's again; ranks are numbered anew, the state is
-    synchronised and the function called again. So too, without going back, when hosts have changed
-    (``State.check_host_updates``). A process for which there is no rank any more ends, with 0.
+    When ranks are lost, the state goes back to the last commit. Ranks are numbered anew, the state
+    is synchronised, and the function is called again. When hosts have changed
+    (``State.check_host_updates``), the same happens without going back. A process for which there
+    is no rank any more ends, with exit code 0.
 
-    With ``resume="step"`` the state stays what it is where all survivors still hold the same: only
-    the step in which ranks were lost is done again. The function may then begin at any step, so
-    all that counts steps, or batches, has to be in the state. Compressors' memory is copied before
-    each step. Where survivors differ, because some had finished the step, they go back to the
-    commit. Raises TypeError for a state that cannot do this.
+    With ``resume="step"`` only the step in which ranks were lost is done again, if all survivors
+    still hold the same state. If they differ, because some had finished the step, they go back to
+    the commit. The function may then begin at any step, so the state has to hold all that counts
+    steps or batches. Compressors' memory is copied before each step. Raises TypeError for a state
+    that cannot do this.
 
-    With ``redundancy=1`` each rank keeps a copy of what compression holds back on another one, as
-    it is at each commit. It travels beside the steps that follow, with the size of the gradients in
-    float32. Where a rank is lost, or leaves, the other adds its own of the copy: what all ranks
-    owe to the mean of gradients is then what it was. Raises TypeError for a state that knows no
-    compressors, and InvalidArgument where an optimizer reduces over a process set.
+    With ``redundancy=1`` another rank keeps a copy of each rank's residuals, as they are at each
+    commit. The copy travels during the steps that follow. It is as large as the gradients in
+    float32. When a rank is lost, or leaves, the keeper adds the copy to its own residuals: all
+    ranks together still owe the same to the mean of gradients. Raises TypeError for a state that
+    knows no compressors, and InvalidArgument where an optimizer reduces over a process set.
 
-    In a job whose ranks stay, an error of their communication is raised, with the state as it was
-    committed last, so that a caller can store it.
+    In a job whose ranks stay, an error of their communication is raised. The state is then as it
+    was committed last, so that a caller can store it.
+
+    Raises TypeError for what is no function, and when it is called without a ``State``.
     """
     if resume not in ("commit", "step"):
         raise ValueError(f'resume must be "commit" or "step", not {resume!r}')

@@ -348,8 +348,9 @@ class _Distributed:
     def set_compression(self, compression: Spec | Routes) -> None:
         """Compress differently from the next step on; all ranks call it alike.
 
-        Residuals carry over to compressors with error feedback; whatever else the old compressors
-        remembered is forgotten. Raises RuntimeError between ``backward`` and ``step``.
+        Residuals carry over to compressors with error feedback. Where only options change, all that
+        is in units of the gradient carries over. Whatever else the old compressors remembered is
+        forgotten, and rank 0 warns of it. Raises RuntimeError between ``backward`` and ``step``.
         """
         self._ringlet.set_compression(compression)
 

@@ -50,19 +50,22 @@ def ddp_hook(
 ) -> tuple[DdpState, Callable[[DdpState, Any], torch.futures.Future[torch.Tensor]]]:
     """Return (state, hook) for ``DistributedDataParallel.register_comm_hook``. Collective.
 
-    ``compression`` is a spec, a compressor, or a mapping of name patterns to specs, which needs
-    ``named_parameters`` (``model.named_parameters()``). The ranks are those of ``process_group``
-    (default: torch's), which has to be DDP's. Where ``ringlet.init`` was not called it carries the
-    payloads; where the job has other ranks, the group gets connections of its own.
+    - ``compression`` is a spec, a compressor, or a mapping of name patterns to specs. A mapping
+      needs ``named_parameters``.
+    - ``named_parameters`` is ``model.named_parameters()``.
+    - ``process_group`` (default: torch's) has to be DDP's; the ranks are those of it. It carries
+      the payloads where ``ringlet.init`` was not called. Where the job has other ranks, the group
+      gets connections of its own.
+    - ``precision`` is a policy such as ``"amp_bf16"``. A hook takes two things from it: the dtype
+      in which sums accumulate, and the compression of the wire if ``compression`` is None.
 
-    ``precision`` is a policy such as ``"amp_bf16"``, of which a hook takes in what sums accumulate,
-    and the wire if ``compression`` is None. Raises ValueError for one with masters or a loss scale:
-    these are an optimizer's.
+    Raises ValueError for a policy with masters or a loss scale: these belong to an optimizer.
 
-    Gradients accumulate under ``no_sync`` as ever; what fails on one rank raises on all of them.
+    Gradients accumulate under ``no_sync`` as in plain DDP. If one rank fails in ``backward``, all
+    ranks raise its error.
 
-    In an elastic job DDP's process group has to be ``elastic.process_group()``, and the bare model
-    in a ``TorchState``: that keeps what compression holds back for the next hook, when ranks have
+    In an elastic job DDP's process group has to be ``elastic.process_group()``, and a
+    ``TorchState`` has to hold the bare model. It keeps residuals for the next hook, when ranks have
     changed. Raises InvalidArgument, a ValueError, for another group there.
     """
     foreign = dist.is_available() and dist.is_initialized() if process_group is None else True

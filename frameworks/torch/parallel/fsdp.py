@@ -97,22 +97,29 @@ def compress_fsdp(
     compression: Spec | Routes | Any = None,
     gather: Spec | Routes | Any = None,
 ) -> FsdpState:
-    """Compress what every FSDP module inside ``module`` exchanges; return what remembers.
+    """Compress what every FSDP module inside ``module`` exchanges. Return an object with residuals.
 
-    ``compression`` of gradients, and ``gather`` of parameters, are specs or compressors of fixed
-    size, or mappings from name patterns to such, first match first: ``{"*norm*": "none", "*":
-    "int8"}``. None sends them as torch does. Parameters are decoded by all ranks, their owner among
-    them, who updates its own shard as it is. FSDP1, ``FullyShardedDataParallel``, gathers them
-    as they are.
+    ``compression`` is for gradients, ``gather`` for parameters. Each is a spec, a compressor, or a
+    mapping from name patterns to specs, first match first: ``{"*norm*": "none", "*": "int8"}``.
+    Payloads have to be of fixed size. None sends values as torch does.
 
-    Raises InvalidArgument where there is no FSDP module or one that is replicated and not sharded,
-    torch is too old for FSDP2's hooks (before 2.9), or for a compressor whose payloads cannot be
-    scattered: sparsifiers of variable size, low rank, shared scales, and what has to see the whole
-    result (ef21, signsgd). So for one of parameters that remembers, has a schedule, or loses more
-    than a tenth of their squared norm, and for any of FSDP1's. The first forward, or FSDP1's first
-    backward, raises Mismatch, on all ranks, where some compress otherwise. What a compressor of
-    gradients raises on one rank, ``backward`` raises on all of them when it ends; the gradients are
-    of no use then, and training may go on. What one of parameters raises, ``forward`` raises.
+    All ranks compute with decoded parameters. The owner of a shard also keeps it unrounded, and
+    updates that one. FSDP1 (``FullyShardedDataParallel``) gathers parameters as they are.
+
+    Raises InvalidArgument
+
+    - where there is no FSDP module, or one that is replicated and not sharded;
+    - where torch is too old for FSDP2's hooks (before 2.9);
+    - for a compressor of gradients whose payloads cannot be scattered: sparsifiers of variable
+      size, low rank, shared scales, and what has to see the whole result (ef21, signsgd);
+    - for a compressor of parameters that remembers, has a schedule, or loses more than a tenth of
+      their squared norm, and for any of FSDP1's parameters.
+
+    Later errors are raised on all ranks. The first forward, or FSDP1's first backward, raises
+    Mismatch where ranks compress differently. At its end ``backward`` raises Mismatch where ranks
+    have used different parameters of a module, and what a compressor of gradients has raised on
+    any rank. The gradients are of no use then; training may go on. ``forward`` raises what a
+    compressor of parameters raises.
     """
     check_model(module, "compress_fsdp")
     from ringlet.torch.parallel.fsdp1 import compress_flat, flat_modules  # imports all of FSDP1

@@ -239,16 +239,19 @@ def compress_hsdp(
 ) -> HsdpState:
     """Average gradients over ``replicas``, compressed, after FSDP2's reduce-scatter. Collective.
 
-    ``module`` is sharded by ``fully_shard`` over a mesh of one dimension, the ranks of one replica,
-    and begins with the same parameters in all of them. ``replicas`` is the process group of the
-    ranks that hold the same shard; payloads travel over connections of our own between them, from
-    GPU to GPU where that group uses NCCL and CuPy is installed. Any compressor
-    serves, or a mapping from name patterns to specs. Residuals are of shards: ``state_dict`` and
-    ``load_state_dict`` of what is returned carry them, for a job with as many ranks.
+    - ``module`` is sharded by ``fully_shard`` over a mesh of one dimension, the ranks of one
+      replica. It begins with the same parameters in all replicas.
+    - ``compression`` is any spec or compressor, or a mapping from name patterns to specs.
+    - ``replicas`` is the process group of the ranks that hold the same shard. Payloads travel over
+      connections of our own between them. They travel from GPU to GPU where that group uses NCCL
+      and CuPy is installed.
+
+    Residuals are of shards. ``state_dict`` and ``load_state_dict`` of what is returned carry them,
+    for a job with as many ranks.
 
     Raises InvalidArgument where there is no FSDP2 module, or one that is replicated already or
-    tensor parallel, and on all ranks of ``replicas`` where these hold different shards. What fails
-    on one rank in ``backward`` is raised on all of them when it ends.
+    tensor parallel, and on all ranks of ``replicas`` where these hold different shards. If one rank
+    fails in ``backward``, all ranks raise its error when ``backward`` ends.
     """
     check_model(module, "compress_hsdp")
     modules = sharded_modules(module, "set_all_reduce_hook", "compress_hsdp")

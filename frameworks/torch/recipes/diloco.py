@@ -39,16 +39,20 @@ _KEY = "ringlet_diloco"  # in a state_dict, beside the inner optimizer's state
 class DiLoCo(RefusesScaler, torch.optim.Optimizer):
     """Steps ``inner`` on each rank alone; every ``every`` steps ranks agree again.
 
-    The outer step takes the average over ranks of (last agreed - own) parameters for a gradient
-    and applies SGD with Nesterov momentum to the last agreed ones. With ``outer_lr=1`` and
-    ``outer_momentum=0`` this is local SGD: plain averaging. Ranks must begin with the same
-    parameters (``broadcast_parameters``) and take the same number of steps. Keeps one more copy of
-    the parameters, and two of residuals. Collective where it is made and every ``every`` steps.
-    Where an outer step fails ranks go on alone, and the next one brings what all have moved.
+    The outer step averages (last agreed - own) parameters over ranks. It takes that for a gradient,
+    and applies SGD with Nesterov momentum to the last agreed parameters. With ``outer_lr=1`` and
+    ``outer_momentum=0`` this is local SGD: plain averaging.
 
-    Schedulers take it, or ``inner``, whose parameter groups and state it shows; the outer ones are
-    those of ``outer``. Raises ValueError for settings out of range; what DistributedOptimizer
-    raises otherwise.
+    Ranks must begin with the same parameters (``broadcast_parameters``), and take the same number
+    of steps. It is collective when it is made, and every ``every`` steps. If an outer step fails,
+    ranks go on alone, and the next outer step includes what all have moved. It keeps one more copy
+    of the parameters, and two of residuals.
+
+    It shows the parameter groups and the state of ``inner``. Schedulers take it or ``inner``, and
+    set the inner rate. The outer groups are those of ``outer``.
+
+    Raises TypeError where ``inner`` is no optimizer, ValueError for settings out of range, and what
+    DistributedOptimizer raises.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
     ``weight_decay`` is added to gradients, as ``torch.optim.Adam``'s; with
     ``decoupled_weight_decay`` it shrinks parameters instead, as ``AdamW``'s and DeepSpeed's.
 
-    Raises ValueError for settings out of range; what DistributedOptimizer raises otherwise.
+    Raises ValueError for settings out of range, and what DistributedOptimizer raises.
     """
 
     def __init__(
