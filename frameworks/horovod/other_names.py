@@ -37,6 +37,16 @@ _NAMES = {
     "init_distributed": ("DeepSpeed's", "hvd.init()"),
     "run": ("horovod.run", "ringlet.run(...), or `ringlet run` in a shell"),
 }
+# What other adapters of ours have, and this one does in its own way.
+_ELSEWHERE = {
+    "ringlet.jax": {
+        "DistributedOptimizer": "optax.chain(hvd.reduce_gradients(...), optax.adam(1e-3))",
+        "DistributedGradientTape": "hvd.reduce_gradients(...), in an optax.chain",
+        "broadcast_parameters": "params = hvd.broadcast_pytree(params, root_rank=0)",
+        "broadcast_variables": "params = hvd.broadcast_pytree(params, root_rank=0)",
+        "broadcast_optimizer_state": "state = hvd.broadcast_pytree(state, root_rank=0)",
+    },
+}
 
 
 def no_such_name(module: str, name: str) -> AttributeError:
@@ -47,6 +57,8 @@ def no_such_name(module: str, name: str) -> AttributeError:
         whose, instead = _NAMES[name]
         owner = f"{whose}" if whose.endswith("'s") else f"of {whose}"
         told += f", which is {owner}; here: {instead}"
+    elif instead := _ELSEWHERE.get(module, {}).get(name, ""):
+        told += f"; here: {instead}"
     elif near := difflib.get_close_matches(name, there, 1):
         told += f"; did you mean {near[0]!r}?"
     return AttributeError(told)

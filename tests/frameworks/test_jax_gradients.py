@@ -812,3 +812,18 @@ def test_states_as_arrays():
         store(state, {}, present[:0], "it")
     with pytest.raises(ValueError, match="another shape in later steps"):
         merge_layouts([{"a": np.ones(2)}, {"a": np.ones(3)}])
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("DistributedOptimizer", "reduce_gradients"),
+        ("DistributedGradientTape", "reduce_gradients"),
+        ("broadcast_parameters", "broadcast_pytree"),
+        ("broadcast_optimizer_state", "broadcast_pytree"),
+    ],
+)
+def test_names_of_other_adapters_are_answered_with_those_of_this_one(name, word):
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; here: .*hvd\.{word}\("):
+        getattr(hvd, name)
+    assert callable(getattr(hvd, word))

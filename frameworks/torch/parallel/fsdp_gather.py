@@ -64,8 +64,8 @@ def check_gatherable(compressor: Compressor) -> None:
     if traits.stateful:
         raise InvalidArgument(
             f"gather={name} remembers what earlier steps have lost, but of parameters nothing is "
-            "lost: their owner keeps and updates them as they are; leave error feedback away, such "
-            "as gather='int8'"
+            "lost: their owner keeps them unrounded, and updates those; leave out error feedback: "
+            "gather='int8'"
         )
     if overrides(compressor, "finish"):
         raise InvalidArgument(
@@ -75,7 +75,7 @@ def check_gatherable(compressor: Compressor) -> None:
     if overrides(compressor, "at"):
         raise InvalidArgument(
             f"gather={name} has a schedule, and parameters are gathered several times a step; "
-            "give what it ends with"
+            "pass the compressor that the schedule ends with"
         )
     lost = _lost(compressor)
     if not lost <= _MOST:
