@@ -29,10 +29,10 @@ def broadcast_variables(
 
     Takes ``tf.Variable`` and Keras variables; in a graph, returns the operation that does it.
     ``inplace`` is accepted for Horovod's sake. Raises Mismatch, the same on every rank, when
-    names, shapes or dtypes differ. A Sequential model may have been loaded on one rank, and built
-    on others.
+    names, shapes or dtypes differ, and TypeError for what is no list of variables. A Sequential
+    model may have been loaded on one rank, and built on others.
     """
-    listed = list(variables)
+    listed = _assignable(variables)
     names = unique([name_of(variable, i) for i, variable in enumerate(listed)])
     values = [dense(v, f"variable {n!r}") for v, n in zip(listed, names, strict=True)]
     items = [(n, f"{v.dtype.name}{v.shape.as_list()}") for n, v in zip(names, values, strict=True)]
@@ -52,6 +52,21 @@ def broadcast_variables(
         received = broadcast_all(values, root_rank, labels, process_set)
     made = [variable.assign(value) for variable, value in zip(listed, received, strict=True)]
     return tf.group(*[each for each in made if each is not None]) if in_graph() else None
+
+
+def _assignable(variables: object) -> list[Any]:
+    """Return ``variables`` as a list. Raises TypeError for what cannot be overwritten."""
+    if not isinstance(variables, Iterable) or hasattr(variables, "assign"):
+        what = type(variables).__name__
+        raise TypeError(f"variables are a list, such as model.variables, not a {what}")
+    listed = list(variables)
+    for each in listed:
+        if not hasattr(each, "assign"):
+            raise TypeError(
+                f"broadcast_variables overwrites variables, such as model.variables, which a "
+                f"{type(each).__name__} is not"
+            )
+    return listed
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

@@ -456,6 +456,12 @@ def case_broadcast_variables():
     assert hvd.replicas_equal(made)
     with pytest.raises(TypeError, match=r"a list of variables, such as model\.weights, not <"):
         hvd.replicas_equal(keras.Sequential())
+    for wrong in (keras.Sequential(), made[0]):
+        with pytest.raises(TypeError, match=r"a list, such as model\.variables, not a "):
+            hvd.broadcast_variables(wrong, 0)
+    for none in (made[0].numpy(), tf.ones([3])):
+        with pytest.raises(TypeError, match=r"overwrites variables, .* which a \w+ is not"):
+            hvd.broadcast_variables([none], 0)
     large = tf.Variable(tf.fill([300, 301], float(rank)), name="large")
     hvd.broadcast_variables([large], root_rank=1)
     use = tf.function(lambda: tf.matmul(large, large, transpose_b=True), autograph=False)
