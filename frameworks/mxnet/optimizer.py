@@ -16,8 +16,9 @@ from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.shared.gradients.gradient_settings import Beside, Slot
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import of_attributes, unique
-from ringlet.shared.variable_names import numbered_groups
+from ringlet.shared.variable_names import numbered_groups, warn_of_unmatched
 
+_KIND = "DistributedOptimizer"
 _BROADCAST = "call hvd.broadcast_parameters on all ranks before training"
 _BATCH = (
     "pass step() the same batch size on all ranks: leave the last batch away, or fill it up, where "
@@ -25,12 +26,16 @@ _BATCH = (
 )
 # Of an optimizer's numbers: what is compared in other ways, and what counts its steps.
 _SPARED = frozenset({"lr", "rescale_grad", "num_update", "begin_num_update"})
+# What a DistributedOptimizer has of its own; all else that is set on it is the wrapped optimizer's.
+_OWN = frozenset({"_optimizer", "_settings", "_told", "_reducers", "_warns"})
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):
     """An optimizer that averages gradients over all ranks before it updates weights.
 
     Each index is a gradient of its own, as in Horovod; compressors keep what they remember by it.
+    Where MXNet tells the optimizer names of weights, as a Module does, ``compression`` may be a
+    mapping of patterns of these to specs. Attributes are those of the wrapped optimizer.
     """
 
     def __init__(
@@ -45,6 +50,14 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         self._settings = Options.among(locals()).settings()
         self._told = _told(optimizer)
         self._reducers: dict[tuple[Slot, ...], GradientReducer] = {}
+        self._warns = True  # of patterns that match no weight, once all weights have come
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # MXNet sets names of weights and the scale of gradients, by which the wrapped one updates.
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._optimizer, name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
@@ -91,8 +104,13 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         reducer = self._reducers.get(slots)
         if reducer is None:
             reducer = self._reducers[slots] = GradientReducer(
-                "DistributedOptimizer", self._settings, told=self._told, cure=_BROADCAST
+                _KIND, self._settings, warns=False, told=self._told, cure=_BROADCAST
             )
+        elif self._warns:  # a gradient comes again: all have come once
+            self._warns = False
+            if self._settings.process_set.rank() == 0:
+                known = [slot.name for listed in self._reducers for slot in listed]
+                warn_of_unmatched(self._settings.router, known)
 
         def shown() -> list[tuple[str, Any]]:
             values = [(name, view(w)) for name, w in zip(names, weights, strict=True)]

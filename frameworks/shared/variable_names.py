@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from ringlet.compressors import Router
+
+log = logging.getLogger("ringlet")
 
 
 def name_of(variable: Any, place: int = 0) -> str:
@@ -78,3 +83,15 @@ def local_variables(layers: Any) -> list[Any]:
         if not hasattr(layer, "trainable_variables"):
             raise TypeError(f"local_layers are Keras layers, not {type(layer).__name__}")
     return [variable for layer in listed for variable in layer.trainable_variables]
+
+
+def warn_of_unmatched(router: Router, names: Sequence[str]) -> None:
+    """Warn of patterns in a mapping that match none of ``names``: they are likely misspelt."""
+    if lost := router.unmatched(names):
+        log.warning(
+            "compression: %s %s none of the variables that have gradients, and %s nothing; "
+            "names are such as %s",
+            ", ".join(map(repr, lost)),
+            *(("matches", "compresses") if len(lost) == 1 else ("match", "compress")),
+            ", ".join(map(repr, names[:3])),
+        )

@@ -156,12 +156,39 @@ def main():
         assert weight.asnumpy().tolist() == [-1.5 * (step + 1)] * 3
     optimizer.set_learning_rate(0.5)
     assert inner.learning_rate == 0.5
-    print("module", flush=True)
 
     texts = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())
     logging.getLogger("ringlet").addHandler(handler)
+
+    # A Module tells the optimizer that it is given the names of weights.
+    layer = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=40, name="layer")
+    module = mx.mod.Module(
+        mx.sym.LinearRegressionOutput(layer, mx.sym.Variable("y")), label_names=["y"]
+    )
+    module.bind(data_shapes=[("data", (4, 50))], label_shapes=[("y", (4, 40))])
+    module.init_params(mx.init.One())
+    inner = mx.optimizer.create("sgd", learning_rate=0.1, rescale_grad=0.25)
+    routes = {"*_bias": "none", "*_weight": "topk(ratio=0.01)", "*_wieght": "none"}
+    optimizer = hvd.DistributedOptimizer(inner, compression=routes)
+    module.init_optimizer(kvstore=None, optimizer=optimizer)
+    assert sorted(inner.idx2name.values()) == ["layer_bias", "layer_weight"]
+    optimizer.set_lr_mult({"layer_bias": 0.0})
+    for _ in range(2):
+        batch = mx.io.DataBatch([mx.nd.random.normal(shape=(4, 50))], [mx.nd.zeros((4, 40))])
+        module.forward_backward(batch)
+        module.update()
+        sent = module._exec_group.grad_arrays[0][0].asnumpy()
+        assert 0 < np.count_nonzero(sent) <= 20 * size
+    found, _ = module.get_params()
+    assert not found["layer_bias"].asnumpy().any()  # as it was
+    assert len(texts) == (rank == 0), texts
+    assert all("'*_wieght' matches none" in text and "layer_weight" in text for text in texts)
+    optimizer.rescale_grad = 0.5
+    assert inner.rescale_grad == 0.5
+    texts.clear()
+    print("module", flush=True)
 
     def stepped(trainer, param, batch_sizes):
         for batch_size in batch_sizes:

@@ -43,7 +43,7 @@ from ringlet.shared.residual_store import (
     warn_of_strangers,
 )
 from ringlet.shared.residual_store import replace as replace_states
-from ringlet.shared.variable_names import alike
+from ringlet.shared.variable_names import alike, warn_of_unmatched
 
 log = logging.getLogger("ringlet")
 
@@ -388,7 +388,7 @@ class GradientReducer:
         if self._loaded:
             self._fit_loaded(slots, names)
         if self._warns and self.settings.process_set.rank() == 0:
-            self._warn_of_unmatched(names)
+            warn_of_unmatched(self.settings.router, names)
         self._warns = False
         agreed = [replace(slot, name=name) for slot, name in zip(slots, names, strict=True)]
         made = GradientList(label, agreed, self.settings, self.memory.states, runtime, self.step)
@@ -446,16 +446,6 @@ class GradientReducer:
         warn_of_misfits(fit_all(states, {}, tensors, *how))
         warn_of_strangers([name for name in states if name in self._loaded - sizes.keys()])
         self._loaded = set()
-
-    def _warn_of_unmatched(self, names: Sequence[str]) -> None:
-        if lost := self.settings.router.unmatched(names):
-            log.warning(
-                "compression: %s %s none of the variables that have gradients, and %s nothing; "
-                "names are such as %s",
-                ", ".join(map(repr, lost)),
-                *(("matches", "compresses") if len(lost) == 1 else ("match", "compress")),
-                ", ".join(map(repr, names[:3])),
-            )
 
     def _alone(
         self,
