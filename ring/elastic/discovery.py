@@ -29,10 +29,15 @@ class Discovery:
     A line is ``host`` or ``host:slots``; ``slots`` are those of a host without a number. A run that
     fails, prints nothing, too much or what makes no sense, or takes longer than 30 s changes
     nothing: ``look`` says so, once for the same reason. It raises LaunchError where the first run
-    shows that the script is not there, or not executable.
+    shows that the script is not there, or not executable; so does an empty one at once.
     """
 
     def __init__(self, script: str | None, slots: int = 1, hosts: Sequence[Host] = ()) -> None:
+        if script is not None and not script.strip():
+            raise LaunchError(
+                "--host-discovery-script is empty: it takes a command that prints the hosts there"
+                " are, such as ./hosts.sh"
+            )
         self._script, self._slots, self._hosts = script, slots, list(hosts)
         self._process: subprocess.Popen[bytes] | None = None
         self._stuck: subprocess.Popen[bytes] | None = None  # it was killed, and has not ended
@@ -126,7 +131,8 @@ class Discovery:
 
     def _run(self, file: str) -> subprocess.Popen[bytes]:
         assert self._script is not None
-        if not os.access(file, os.X_OK):
+        # A folder may have the name of a command, and can be "executed" by its permissions.
+        if not os.path.isfile(file) or not os.access(file, os.X_OK):
             return self._popen(["sh", "-c", self._script])
         try:
             return self._popen([file])

@@ -173,6 +173,37 @@ def test_a_list_stays():
     assert listed.patience(1.0) is None
 
 
+@pytest.mark.parametrize("script", ["", " "])
+def test_an_empty_script_is_refused(script):
+    """As an unset variable of a shell makes it; it was taken for this process's own folder."""
+    with pytest.raises(LaunchError, match="--host-discovery-script is empty: it takes a command"):
+        Discovery(script)
+
+
+def test_a_folder_that_has_the_name_of_a_command_is_not_taken_for_it(tmp_path, monkeypatch):
+    (tmp_path / "programs" / "hosts").parent.mkdir()
+    (tmp_path / "programs" / "hosts").write_text("#!/bin/sh\necho a:2\n")
+    (tmp_path / "programs" / "hosts").chmod(0o755)
+    (tmp_path / "hosts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'programs'}:{os.environ['PATH']}")
+    found, hosts, limit = Discovery("hosts"), None, time.monotonic() + 60
+    while hosts is None and time.monotonic() < limit:
+        hosts, _ = found.look(time.monotonic())
+    assert hosts == [Host("a", 2)]
+
+
+def test_a_folder_instead_of_a_script_ends_the_job(tmp_path):
+    found = Discovery(str(tmp_path))
+
+    def look_until(limit):
+        while time.monotonic() < limit:
+            found.look(time.monotonic())
+
+    with pytest.raises(LaunchError, match="cannot be run: .* such as ./hosts.sh"):
+        look_until(time.monotonic() + 60)
+
+
 @pytest.mark.parametrize(("mode", "words"), [(None, "not found"), (0o644, "ermission denied")])
 def test_a_script_that_is_not_there_or_not_executable_ends_the_job(tmp_path, mode, words):
     script = tmp_path / "hosts.sh"
