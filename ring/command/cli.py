@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ringlet.ring.command.elastic_flags import (
     add_elastic,
+    check_cooldown,
     discovery_of,
     is_elastic,
     rules_of,
@@ -273,6 +274,7 @@ def main(options: argparse.Namespace) -> int:
         if options.transport is not None:
             check_transport(options.transport, "--transport")
         command = command_of(options)
+        check_cooldown(options)
         check_command(command, {**os.environ, **env}.get("PATH"))
         if elastic:
             return _elastic(options, command, np, env, hosts, reach)

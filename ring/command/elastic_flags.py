@@ -85,6 +85,17 @@ def is_elastic(options: argparse.Namespace) -> bool:
     return any(each is not None for each in (options.min_np, options.max_np, options.discovery))
 
 
+def check_cooldown(options: argparse.Namespace) -> None:
+    """Raise LaunchError where the cooldown range is no two numbers: the command was one of them."""
+    try:
+        [float(word) for word in options.cooldown or ()]
+    except ValueError:
+        raise LaunchError(
+            "--blacklist-cooldown-range takes two numbers of seconds, the least first, not"
+            f" {' '.join(options.cooldown)}"
+        ) from None
+
+
 def tell_idle(options: argparse.Namespace, title: str, nodes: bool = False) -> None:
     """Say on stderr which flags do nothing, in a job that is not elastic."""
     made = f"{'' if nodes else '--host-discovery-script, '}--min-np and --max-np"
@@ -131,9 +142,15 @@ def rules_of(
 
 
 def discovery_of(options: argparse.Namespace, hosts: Sequence[Host]) -> Discovery:
-    """Return what finds hosts. Raises LaunchError."""
+    """Return what finds hosts; say on stderr where slots are of none. Raises LaunchError."""
     if options.discovery is not None and hosts:
         raise LaunchError("give --hosts or --host-discovery-script, not both")
+    if options.discovery is None and options.slots is not None:
+        told = (
+            "ringlet run: --slots-per-host does nothing here: it is of hosts that a"
+            " --host-discovery-script prints; -H host:slots says it of others"
+        )
+        print(told, file=sys.stderr)
     slots = _number(options.slots, "--slots-per-host", 1) or 1
     return Discovery(options.discovery, slots, hosts)
 

@@ -20,7 +20,13 @@ from ringlet.ring.command.cli import (
     command_of,
     reach_of,
 )
-from ringlet.ring.command.elastic_flags import add_elastic, is_elastic, rules_of, tell_idle
+from ringlet.ring.command.elastic_flags import (
+    add_elastic,
+    check_cooldown,
+    is_elastic,
+    rules_of,
+    tell_idle,
+)
 from ringlet.ring.command.flags import add_tunables
 from ringlet.ring.elastic import driver
 from ringlet.ring.elastic.arriving_nodes import ArrivingNodes
@@ -98,6 +104,7 @@ def _run(options: argparse.Namespace) -> int:
     command = command_of(options)
     env = {**options.tunables, **dict(map(assignment, options.env))}
     example = "ringlet node --slots 2 python train.py"
+    check_cooldown(options)
     check_command(command, {**os.environ, **env}.get("PATH"), example)
     transport = asked_transport(options.transport, env) or "gloo"
     check_transport(transport, "--transport")

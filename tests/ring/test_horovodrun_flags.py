@@ -65,6 +65,22 @@ def test_a_flag_of_elastic_jobs_says_where_it_does_nothing(capfd, command, flags
     assert err.count(f"ringlet {command[0]}: {says} a job elastic\n") == 1
 
 
+def test_slots_that_are_of_no_host_are_told(capfd):
+    assert main(["run", "--min-np=1", "--slots-per-host=2", "echo", "ran"]) == 0
+    out, err = capfd.readouterr()
+    assert out.count("ran") == 1
+    assert "ringlet run: --slots-per-host does nothing here: it is of hosts that a" in err
+
+
+@pytest.mark.parametrize("start", [["run", "-np", "2", "--min-np=1"], [*ONE_NODE, "--min-np=1"]])
+@pytest.mark.parametrize("words", [["10"], ["10,100"]])
+def test_a_cooldown_that_took_the_command_for_a_number_is_named(capsys, start, words):
+    """It was: command not found: train.py."""
+    assert main([*start, "--blacklist-cooldown-range", *words, "python", "train.py"]) == 2
+    said = f"takes two numbers of seconds, the least first, not {words[0]} python"
+    assert capsys.readouterr().err.strip().endswith(f"--blacklist-cooldown-range {said}")
+
+
 @pytest.mark.parametrize("flag", ["--fusion-threshold-mb", "--cache-capacity", "--cycle-time-ms"])
 def test_a_flag_below_zero_is_named(capsys, flag):
     with pytest.raises(SystemExit):
