@@ -43,16 +43,24 @@ class ArrivingNodes(NodeRendezvous):
             return None, ""
         self._next = now + PERIOD
         self.serve(0.0)
-        said = ""
-        if self.replaced:
-            names = ", ".join(map(str, self.replaced))
-            said = f"node {names} has come once more, and takes the place of the earlier one"
-            self.replaced.clear()
+        said = self._changes()
         found = [Host(self._name(node), self.names[node][1]) for node in sorted(self.names)]
         if found == self._known:
             return None, said
         self._known = found
         return found, said
+
+    def _changes(self) -> str:
+        """Say, once, which nodes have gone, and which took another's place."""
+        said = []
+        if self.gone:
+            said.append(f"node {_numbers(self.gone)} has gone, and takes its ranks along")
+        if self.replaced:
+            numbers = _numbers(self.replaced)
+            said.append(f"node {numbers} has come once more, and takes the place of the earlier one")
+        self.gone.clear()
+        self.replaced.clear()
+        return "; ".join(said)
 
     def patience(self, now: float) -> float | None:
         """Return the seconds until the next look."""
@@ -66,6 +74,10 @@ class ArrivingNodes(NodeRendezvous):
             return StartedThere(None)
         self.order(node, {**order, "elastic": True})
         return StartedThere(channel)
+
+
+def _numbers(nodes: list[int]) -> str:
+    return ", ".join(map(str, nodes))
 
 
 class StartedThere:

@@ -53,6 +53,7 @@ class NodeRendezvous:
         self.channels: dict[int, Channel] = {}  # to the other nodes
         self.names: dict[int, tuple[str, int]] = {0: (own_name(), _checked(slots))}
         self.replaced: list[int] = []  # nodes that came once more while the earlier one was here
+        self.gone: list[int] = []  # nodes that were here, and are not any more
         try:
             self._listener = Listener(nodes, address, port, secret)
         except OSError as error:
@@ -127,7 +128,8 @@ class NodeRendezvous:
             channel.close()
         if channel.closed:
             del self.channels[node]
-            self.names.pop(node, None)
+            if self.names.pop(node, None) is not None:
+                self.gone.append(node)
 
     def arrived(self) -> Arrived:
         """Return how the launcher reaches those who are here."""

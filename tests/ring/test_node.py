@@ -1,6 +1,7 @@
 """`ringlet node`: N identical commands that find each other without a remote shell."""
 
 import contextlib
+import itertools
 import re
 import signal
 import socket
@@ -14,9 +15,11 @@ import pytest
 from launched_jobs import until
 from node_commands import ended, free_port, node
 
+from ringlet.ring.elastic.arriving_nodes import ArrivingNodes
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.placed import node_rendezvous
-from ringlet.ring.placed.node_rendezvous import NodeRendezvous
+from ringlet.ring.placed.node_rendezvous import NodeRendezvous, own_name
 from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
 from ringlet.ring.wire.entry import enter
 from ringlet.ring.wire.launch_link import Kind
@@ -146,6 +149,27 @@ def test_a_node_that_comes_twice_is_told_why_it_has_to_go():
         assert [kind for kind, _ in first.receive()] == [Kind.REPLACED]
         first.close()
         second.close()
+
+
+def test_a_node_of_an_elastic_job_that_has_gone_is_named_once():
+    """Its ranks end as those of a host do that a script leaves out: without a word of their own."""
+    with ArrivingNodes(3, "127.0.0.1", 0, b"s" * 32, 1) as rendezvous:
+        channel = came(rendezvous, b'["a",1]')
+        assert rendezvous.look(1.0) == ([Host(own_name(), 1), Host("a", 1)], "")
+        channel.close()
+        assert came_to_an_end(rendezvous, 1) == "node 1 has gone, and takes its ranks along"
+        assert rendezvous.look(1e9) == (None, "")
+
+
+def came_to_an_end(rendezvous, node):
+    """Return what is said of a node that has gone, once the rendezvous has heard of it."""
+    limit = time.monotonic() + 60
+    for now in itertools.count(2.0):
+        _, said = rendezvous.look(now)
+        if node not in rendezvous.names:
+            return said
+        assert time.monotonic() < limit
+    return None
 
 
 def came(rendezvous, body):
