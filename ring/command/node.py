@@ -31,7 +31,7 @@ from ringlet.ring.command.flags import add_tunables
 from ringlet.ring.elastic import driver
 from ringlet.ring.elastic.arriving_nodes import ArrivingNodes
 from ringlet.ring.errors import LaunchError, RingError
-from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.hosts.hosts import Host, bare
 from ringlet.ring.hosts.interfaces import find_interface
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.job import launch
@@ -180,10 +180,18 @@ def found(options: argparse.Namespace) -> Whereabouts:
             raise UsageError(f"--{name} takes a number {wanted}, not {text!r}")
         said[name] = int(text)
     if options.first is not None:
-        said["first"] = options.first
+        said["first"] = _host(options.first)
     by_hand = {"nodes", "node", "first"} <= said.keys()
     known = Whereabouts() if by_hand else whereabouts(os.environ, socket.getfqdn(), options.service)
     return replace(known, **said).complete()  # type: ignore[arg-type]
+
+
+def _host(text: str) -> str:
+    """Return the host that ``--first`` names. Raises UsageError where a port is behind it."""
+    name, colon, port = text.rpartition(":")
+    if colon and port.isdecimal() and (":" not in name or name.endswith("]")):
+        raise UsageError(f"--first takes a host without a port: --first {bare(name)} --port {port}")
+    return text
 
 
 def _secret(here: Whereabouts) -> bytes:

@@ -8,6 +8,7 @@ fresh number, which travels.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import json
 import os
@@ -41,6 +42,10 @@ LONGEST = 3600.0  # seconds of one wait: some say "never" with more than poll ta
 FLUSH = 5.0  # seconds for the other nodes to hear how the job has ended
 MOST = 4096  # ranks of a node
 _JOB = "job of nodes"
+_REMEDY = {  # by what a listener cannot be made for
+    errno.EADDRINUSE: ". Where another job has that port, give all nodes another --port",
+    errno.EADDRNOTAVAIL: ". --first has to name node 0, which is this one",
+}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -59,6 +64,7 @@ class NodeRendezvous:
         except OSError as error:
             raise LaunchError(
                 f"cannot listen on {with_port(address, port)} for the other nodes: {error.strerror}"
+                f"{_REMEDY.get(error.errno, '')}"
             ) from error
         self.address = address
         self._nonce = os.urandom(32)

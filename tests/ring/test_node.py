@@ -272,6 +272,12 @@ def test_a_first_node_on_loopback_that_waits_in_vain_says_what_to_look_at():
         (["--nodes", "2", "--node", "0", "--first", "x", "true"], "RINGLET_SECRET is not set"),
         (["--nodes", "1"], "a command is missing: ringlet node --slots 2 python train.py"),
         (["--nodes", "1", "--transport", "goo", "true"], "Did you mean 'gloo'"),
+        (
+            ["--nodes", "2", "--node", "1", "--first", "host0:29500", "true"],
+            "--first takes a host without a port: --first host0 --port 29500",
+        ),
+        (["--first", "[fd00::1]:7", "true"], "without a port: --first fd00::1 --port 7"),
+        (["--first", "fd00::1", "true"], "--nodes and --node are missing"),
     ],
 )
 def test_what_is_missing_or_wrong_is_a_sentence(words, said):
@@ -282,6 +288,14 @@ def test_what_is_missing_or_wrong_is_a_sentence(words, said):
     assert ran.returncode == 2
     assert said in ran.stderr
     assert ran.stderr.count("\n") == 1
+
+
+def test_a_first_node_that_cannot_listen_says_what_to_do():
+    with pytest.raises(LaunchError, match=r"--first has to name node 0, which is this one"):
+        NodeRendezvous(2, "192.0.2.1", 0, b"s" * 32, 1)  # of nobody: it is for documents
+    with NodeRendezvous(2, "127.0.0.1", port := free_port(), b"s" * 32, 1):
+        with pytest.raises(LaunchError, match=r"in use. Where another job .* another --port"):
+            NodeRendezvous(2, "127.0.0.1", port, b"s" * 32, 1)
 
 
 def test_one_node_needs_nobody():
