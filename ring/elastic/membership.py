@@ -188,15 +188,25 @@ class Membership:
             if self._finished is None:
                 self._finished = number
             return
-        if member.dropped or (self._finished is not None and not ranked):
+        if member.dropped or (self._finished is not None and self.epoch and not ranked):
             return  # nothing is left to do for newcomers
         name = f"rank {member.rank}" if ranked else f"newcomer {number}"
         # A newcomer that fails is no fault of the job.
         effect = self._failed is not None and self._failed[0] == LOST_PEER != code
         if (self._failed is None or effect) and (ranked or not self.epoch):
-            self._failed = code, f"{name} on {member.host} {how}"
+            cause = ""
+            if member.dismissed and self._finished is not None:
+                left = f"{self._finisher()} on {self.members[self._finished].host}"
+                cause = f"{left} exited with code 0 while others still needed it, so "
+            self._failed = code, f"{cause}{name} on {member.host} {how}"
             self.first_failed = number
         self._bar(member, f"{name} on {member.host} {how}", now)
+
+    def _finisher(self) -> str:
+        """Return what to call the member that has ended well first."""
+        assert self._finished is not None
+        rank = self.members[self._finished].rank
+        return f"process {self._finished}" if rank is None else f"rank {rank}"
 
     def returned(self) -> list[int]:
         """Return the members that have ended well, by rank."""
@@ -349,10 +359,7 @@ class Membership:
                 continue
             why = ""
             if not member.dropped and (member.seat is not None or not self.epoch):
-                assert self._finished is not None  # and newcomers have left nothing undone
-                rank = self.members[self._finished].rank
-                who = f"process {self._finished}" if rank is None else f"rank {rank}"
-                why = f"{who} has finished, and with it the job"
+                why = f"{self._finisher()} has finished, and with it the job"  # newcomers left
             todo.dismiss[member.number] = why
             member.asked, member.dismissed = False, True
 

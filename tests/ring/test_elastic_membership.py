@@ -302,7 +302,8 @@ def test_once_a_rank_has_finished_nobody_starts_or_is_numbered_anew():
     members.ended(0, 1, "exited with code 1", 2.0)
     assert not members.decide(5.0).start
     members.ended(1, 0, "exited with code 0", 6.0)
-    assert members.decide(6.0).over == (1, "rank 0 on a exited with code 1")
+    early = "rank 2 on a exited with code 0 while others still needed it"
+    assert members.decide(6.0).over == (1, f"{early}, so rank 0 on a exited with code 1")
 
 
 def test_a_newcomer_that_finds_the_job_finished_has_not_failed():
@@ -543,6 +544,19 @@ def test_whoever_has_finished_without_a_rank_is_named():
     members.ended(0, 0, "exited with code 0", 1.0)
     members.asks(1, (), 2.0)
     assert members.decide(2.0).dismiss == {1: "process 0 has finished, and with it the job"}
+    members.ended(1, 1, "exited with code 1", 3.0)
+    early = "process 0 on a exited with code 0 while others still needed it"
+    assert members.decide(3.0).over == (1, f"{early}, so newcomer 1 on a exited with code 1")
+
+
+def test_a_process_that_fails_before_init_when_another_has_finished_fails_the_job():
+    """It was the job's end with code 0, or not, by which of the two came first."""
+    members = Membership(Rules(2, 1), 0.0)
+    members.hosts_found([Host("a", 2)], 0.0)
+    members.decide(0.0)
+    members.ended(0, 0, "exited with code 0", 1.0)
+    members.ended(1, 7, "exited with code 7", 2.0)
+    assert members.decide(2.0).over == (7, "newcomer 1 on a exited with code 7")
 
 
 def test_all_hosts_may_be_replaced_at_once():
