@@ -103,7 +103,11 @@ def case_a_damaged_record_is_refused_before_anything_is_loaded():
             [shards[0], replaced(shards[1], (*weight, "step"), "2")],
             r"state_dicts\[1\]\['ringlet'\]",
         ),
-        ([replaced(shards[0], ("ringlet", "size"), 2)] * 2, "state of every rank once"),
+        ([replaced(shards[0], ("ringlet", "size"), 2)] * 2, "once, and got rank 0, 0 of 2"),
+        (
+            [replaced(shard, ("ringlet", "size"), 2 + i) for i, shard in enumerate(shards[:2])],
+            "at one time, and got rank 0 of 2; rank 1 of 3, as where a job of fewer ranks has",
+        ),
     ):
         with pytest.raises(ValueError, match=match):
             optimizer.load_sharded(wrong)

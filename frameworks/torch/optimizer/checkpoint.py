@@ -298,18 +298,29 @@ def check_shards(shards: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError unless every rank's part is there once, and all are of one step.
 
     A job that is killed while it saves leaves files of the last checkpoint beside some of this one,
-    with which replicas would part.
+    with which replicas would part. So does one that goes on with fewer ranks.
     """
-    sizes = {int(shard["size"]) for shard in shards}
-    listed_in = sorted(int(shard["rank"]) for shard in shards)
-    if len(sizes) != 1 or listed_in != list(range(sizes.pop() if sizes else 0)):
-        raise ValueError(f"load_sharded needs the state of every rank once; got ranks {listed_in}")
-    ranks: dict[int, list[str]] = {}
+    saved: dict[int, list[int]] = {}  # ranks, by how many there were
+    for shard in shards:
+        saved.setdefault(int(shard["size"]), []).append(int(shard["rank"]))
+    told = "; ".join(
+        f"rank {listed([str(rank) for rank in sorted(saved[size])])} of {size}"
+        for size in sorted(saved)
+    )
+    if len(saved) > 1:
+        raise ValueError(
+            f"load_sharded needs what all ranks saved at one time, and got {told}, as where a job "
+            "of fewer ranks has saved beside the files of more. Pass those of one save alone, and "
+            "save each checkpoint into a folder of its own"
+        )
+    if any(sorted(ranks) != list(range(size)) for size, ranks in saved.items()):
+        raise ValueError(f"load_sharded needs the state of every rank once, and got {told}")
+    steps: dict[int, list[str]] = {}
     for shard in sorted(shards, key=lambda shard: int(shard["rank"])):
         if shard["states"]:  # else the rank has had no part in these steps
-            ranks.setdefault(int(shard["step"]), []).append(str(shard["rank"]))
-    if len(ranks) > 1:
-        found = "; ".join(f"step {step}: rank {listed(ranks[step])}" for step in sorted(ranks))
+            steps.setdefault(int(shard["step"]), []).append(str(shard["rank"]))
+    if len(steps) > 1:
+        found = "; ".join(f"step {step}: rank {listed(steps[step])}" for step in sorted(steps))
         raise ValueError(
             f"load_sharded needs what all ranks saved at one step, and got {found}, as where a job "
             "ended while it saved. Load another checkpoint, or the model and the optimizer of one "
