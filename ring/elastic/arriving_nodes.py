@@ -57,7 +57,9 @@ class ArrivingNodes(NodeRendezvous):
             said.append(f"node {_numbers(self.gone)} has gone, and takes its ranks along")
         if self.replaced:
             numbers = _numbers(self.replaced)
-            said.append(f"node {numbers} has come once more, and takes the place of the earlier one")
+            said.append(
+                f"node {numbers} has come once more, and takes the place of the earlier one"
+            )
         self.gone.clear()
         self.replaced.clear()
         return "; ".join(said)

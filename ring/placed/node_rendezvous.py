@@ -64,7 +64,7 @@ class NodeRendezvous:
         except OSError as error:
             raise LaunchError(
                 f"cannot listen on {with_port(address, port)} for the other nodes: {error.strerror}"
-                f"{_REMEDY.get(error.errno, '')}"
+                f"{_REMEDY.get(error.errno or 0, '')}"
             ) from error
         self.address = address
         self._nonce = os.urandom(32)

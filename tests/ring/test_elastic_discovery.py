@@ -200,7 +200,7 @@ def test_a_folder_instead_of_a_script_ends_the_job(tmp_path):
         while time.monotonic() < limit:
             found.look(time.monotonic())
 
-    with pytest.raises(LaunchError, match="cannot be run: .* such as ./hosts.sh"):
+    with pytest.raises(LaunchError, match=r"cannot be run: .* such as ./hosts.sh"):
         look_until(time.monotonic() + 60)
 
 

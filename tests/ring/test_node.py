@@ -293,9 +293,12 @@ def test_what_is_missing_or_wrong_is_a_sentence(words, said):
 def test_a_first_node_that_cannot_listen_says_what_to_do():
     with pytest.raises(LaunchError, match=r"--first has to name node 0, which is this one"):
         NodeRendezvous(2, "192.0.2.1", 0, b"s" * 32, 1)  # of nobody: it is for documents
-    with NodeRendezvous(2, "127.0.0.1", port := free_port(), b"s" * 32, 1):
-        with pytest.raises(LaunchError, match=r"in use. Where another job .* another --port"):
-            NodeRendezvous(2, "127.0.0.1", port, b"s" * 32, 1)
+    said = r"in use. Where another job .* another --port"
+    with (
+        NodeRendezvous(2, "127.0.0.1", port := free_port(), b"s" * 32, 1),
+        pytest.raises(LaunchError, match=said),
+    ):
+        NodeRendezvous(2, "127.0.0.1", port, b"s" * 32, 1)
 
 
 def test_one_node_needs_nobody():
