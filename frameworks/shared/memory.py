@@ -183,6 +183,12 @@ class Memory:
                     forget(state)
         return taken
 
+    def forget(self) -> None:
+        """Forget all that is remembered but how often each tensor was compressed."""
+        with self.lock, at_work():
+            for state in self.states.values():
+                _put_back(state, {}, _COUNTERS)
+
     def rescale(self, factor: float) -> None:
         """Multiply residuals, which are in units of a loss scale that has changed."""
         if factor != 1.0:

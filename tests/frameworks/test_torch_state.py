@@ -780,6 +780,36 @@ def case_ranks_change_while_one_of_two_optimizers_reduces():
     assert hvd.replicas_equal(models[1].state_dict())
 
 
+def case_a_newcomer_forgets_what_a_checkpoint_that_others_went_on_from_holds_back():
+    """Else it would pay once more what they have paid since."""
+    own = model()
+    optimizer = wrapped(own)
+    train(own, optimizer, 3)
+    shards = hvd.allgather_object(optimizer.state_dict())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(elastic_state, "is_elastic", lambda: True)
+        optimizer.load_sharded(shards)
+        state = hvd.elastic.TorchState(own, optimizer)
+        held = optimizer.residual_norm()
+        state.sync()
+        assert optimizer.residual_norm() == held > 0  # all have loaded it
+        train(own, optimizer, 2)
+        held, told = optimizer.residual_norm(), []
+        if hvd.rank() == hvd.size() - 1:
+            optimizer.load_sharded(shards)
+            state = hvd.elastic.TorchState(own, optimizer)
+            held, told = 0.0, ["the ranks that it joins have trained on, and have paid it"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state.sync()
+    found = [str(each.message).partition(": ")[2] for each in caught]
+    assert [text for text in found if "paid" in text] == told
+    assert optimizer.residual_norm() == held
+    assert optimizer._ringlet.step == 5
+    train(own, optimizer, 1)
+    assert hvd.replicas_equal(own.state_dict())
+
+
 def case_nothing_is_loaded_between_backward_and_step():
     own = model()
     optimizer = wrapped(own, base=torch.optim.SGD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from ringlet.job.elastic import ObjectState
 from ringlet.job.topology import rank, size
+from ringlet.ring.callers import outside
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.memory import Undo, at_work
 from ringlet.shared.residual_store import mapped
@@ -103,9 +105,12 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         """Take over rank 0's state, and save it. Collective.
 
-        In an elastic job, what a rank has done alone since ranks agreed last (DiLoCo) stays.
+        In an elastic job, what a rank has done alone since ranks agreed last (DiLoCo) stays. A
+        newcomer forgets what compression held back in a checkpoint that it has loaded: the others
+        have paid that.
         """
-        kept = []
+        kept, known = [], self._synchronised
+        steps = [reducer.step for reducer in self._reducers()]
         for reducer in self._reducers() if is_elastic() else []:
             reducer.take_back()  # a step that was under way where another optimizer's was committed
         if self._synchronised and is_elastic():
@@ -123,9 +128,12 @@ class TorchState(ObjectState):
         for model in self._models():
             register(model)
         if is_elastic() and (reducers := self._reducers()):
-            told = self._broadcast([reducer.memory.changed for reducer in reducers])
+            changes = [reducer.memory.changed for reducer in reducers]
+            joined, trained, told = self._broadcast((known, steps, changes))
             for reducer, changed in zip(reducers, told, strict=True):
                 reducer.memory.follow(changed)  # newcomers were not there when others changed
+            if joined and not known and trained != steps:
+                _forget_loaded(reducers)
         for holder in self.holders():
             holder.join_epoch()
         if memories := self._memories():
@@ -162,6 +170,18 @@ class TorchState(ObjectState):
     def _plain(self) -> list[str]:
         tensors = torch.nn.Module, torch.optim.Optimizer
         return [name for name in self._names if not isinstance(getattr(self, name), tensors)]
+
+
+def _forget_loaded(reducers: Sequence[Reducer]) -> None:
+    """Forget what compressors remember on a rank that has taken no step yet."""
+    if any(reducer.memory.norm() for reducer in reducers):
+        warnings.warn(
+            "what compression held back in the checkpoint that this rank has loaded is forgotten: "
+            "the ranks that it joins have trained on, and have paid it",
+            stacklevel=outside(),
+        )
+    for reducer in reducers:
+        reducer.memory.forget()
 
 
 def _copied(value: Any, room: Any) -> Any:
