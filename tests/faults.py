@@ -66,9 +66,10 @@ ROWS = (
     ),
     Row(
         3,
-        "a host vanishes without a word",
-        "Those that are left name it within the heartbeat and 2 s, and the job ends. An elastic "
-        "job goes on within as long (heartbeats from 1 s), rank 0's host or two at once too.",
+        "a host vanishes and says nothing",
+        "The other ranks name it within the heartbeat and 2 s, and the job ends. An elastic job "
+        "goes on within the same time (heartbeats of 1 s or more). This holds for rank 0's host "
+        "too, and for two hosts at once.",
         (
             "ring/test_launch_networks.py::test_a_host_that_vanishes_without_a_word",
             "frameworks/test_elastic.py::test_hosts_that_are_cut_off_are_given_up",
@@ -122,8 +123,8 @@ ROWS = (
     Row(
         11,
         "a restart; ranks leave and join",
-        "A restart from sharded checkpoints goes on bit for bit. Survivors keep residuals to 1e-6; "
-        "with a copy at a neighbour, so do those that are lost.",
+        "A restart from sharded checkpoints goes on bit for bit. Survivors keep residuals to "
+        "1e-6. If a neighbour has a copy, residuals of lost ranks are kept too.",
         (
             "frameworks/test_torch_state.py",
             "frameworks/test_elastic.py::"
@@ -138,7 +139,7 @@ ROWS = (
     Row(
         12,
         "ranks have different numbers of batches",
-        "Nobody waits for ever; the mean is over those that gave something, where that is chosen.",
+        "Nobody waits for ever. If you choose so, the mean is over the ranks that gave something.",
         ("fusion/test_uneven.py", "fusion/test_join_divisor.py"),
     ),
     Row(
@@ -150,8 +151,8 @@ ROWS = (
     Row(
         14,
         "a disk is full",
-        "Training goes on; what is printed or traced is dropped, and that is said once. A file is "
-        "replaced whole or not at all.",
+        "Training goes on. What is printed or traced is dropped, and one message says so. A file "
+        "is replaced whole or not at all.",
         (
             "ring/test_launch_output.py",
             "ring/test_safe_files.py",
@@ -161,8 +162,8 @@ ROWS = (
     Row(
         15,
         "a rank forks; SIGINT, SIGTERM; the launcher or a wrapper is killed",
-        "A forked child ends. Signals reach every rank. No process is left; of a killed launcher "
-        "it is said where it spoke itself.",
+        "A forked child ends. Signals reach every rank. No process is left. If the launcher was "
+        "killed, a message says so where the launcher printed.",
         (
             "frameworks/test_torch_fork.py",
             "ring/test_launch.py::test_signals_are_passed_on",
