@@ -162,9 +162,12 @@ _LAUNCHER = "set by `ringlet run`: "
 
 _RINGLET: dict[str, Variable] = {
     "STREAMS": Variable(
-        _positive, ENGINE, "4", "exchanges under way at once (H: `HOROVOD_NUM_NCCL_STREAMS`)"
+        _positive,
+        ENGINE,
+        "4",
+        "how many exchanges are under way at once (H: `HOROVOD_NUM_NCCL_STREAMS`)",
     ),
-    "SEED": Variable(read_whole, ENGINE, "0", "of the compressors' random numbers"),
+    "SEED": Variable(read_whole, ENGINE, "0", "the seed of the compressors' random numbers"),
     "STAGED": Variable(
         read_flag,
         ENGINE,
@@ -175,22 +178,22 @@ _RINGLET: dict[str, Variable] = {
         lambda variable, text: text in ("", MEASURE) or read_link(variable, text),
         ENGINE,
         "unknown",
-        "`latency,bandwidth` between hosts, such as `100us,1Gbit/s`, or `measure`: chooses "
-        "collectives by the cost model",
+        "`latency,bandwidth` between hosts, such as `100us,1Gbit/s`, or `measure`. Collectives "
+        "are then chosen by the cost model",
     ),
     "COLLECTIVE": Variable(
         read_collective,
         ENGINE,
         "auto",
-        "`allgather` or `scatter_reduce`, where either is possible",
+        "`allgather` or `scatter_reduce`, if both are possible",
     ),
     "VERIFY_SUMS": Variable(
         read_whole,
         ENGINE,
         "by hosts",
-        "ranks compare checksums of what sums gave, one step later: `1` of everything, `16` of a "
-        "16th of large sums in turn, by default a 32nd on one host and everything on several, `0` "
-        "of nothing ([design](design.md#what-is-compared))",
+        "ranks compare checksums of sums, one step later ([design](design.md#what-is-compared)). "
+        "`1`: of everything. `16`: of a 16th of large sums, in turn. `0`: of nothing. Default: "
+        "of a 32nd on one host, of everything on several hosts",
     ),
     "JOIN_DIVISOR": Variable(
         one_of("all", "contributors"),
@@ -204,34 +207,35 @@ _RINGLET: dict[str, Variable] = {
         _unless_empty(read_whole),
         OBSERVE,
         "0: never",
-        "every so many steps, errors of each layer are measured",
+        "errors of each layer are measured once in so many steps",
     ),
     "PROMETHEUS": Variable(
         _unless_empty(read_port),
         OBSERVE,
         "off",
-        "`[host:]port` to be scraped at, plus the local rank",
+        "`[host:]port` for Prometheus to read. Each rank adds its local rank to the port",
     ),
     "TENSORBOARD": Variable(_anything, OBSERVE, "off", "a folder for TensorBoard"),
     "NUM_THREADS": Variable(
         _unless_empty(_positive),
         PROCESS,
         "a rank's share of the cores, at most `OMP_NUM_THREADS`",
-        "threads of a codec's kernel; `ringlet run` sets `OMP_NUM_THREADS` to the share, torchrun "
-        "to 1",
+        "threads of a codec's kernel. `ringlet run` sets `OMP_NUM_THREADS` to the share, "
+        "torchrun sets it to 1",
     ),
     "TRANSPORT": Variable(
         _anything,
         PROCESS,
         "chosen",
-        "`mpi`, `gloo`, `local` or `nccl`; to `ringlet run` too, where `--transport` says nothing",
+        "`mpi`, `gloo`, `local` or `nccl`. `ringlet run` reads it too, if there is no "
+        "`--transport`",
     ),
     "SECRET": Variable(
         _anything,
         PROCESS,
         "none",
-        "the job's key where `ringlet run` gives none: the same text, of 16 characters or more, "
-        "for every rank ([security](../SECURITY.md))",
+        "the job's key, if `ringlet run` gives none: the same text for every rank, of 16 "
+        "characters or more ([security](../SECURITY.md))",
     ),
     "IFACE": Variable(_anything, PROCESS, "found", "the network interface for connections"),
     "ADDRESS": Variable(_anything, PROCESS, "found", "this host's address for connections"),
@@ -256,7 +260,7 @@ _RINGLET: dict[str, Variable] = {
     ),
     "HOSTNAME": Variable(_anything, RANK, "", _LAUNCHER + "what this host is called there"),
     "NODE": Variable(
-        _anything, RANK, "", _LAUNCHER + "this rank's node, where names of hosts do not tell"
+        _anything, RANK, "", _LAUNCHER + "this rank's node, if names of hosts do not tell it"
     ),
     "MEMBER": Variable(
         _anything, RANK, "", _LAUNCHER + "this process's number in an elastic job, which stays"
@@ -278,20 +282,21 @@ _SHARED: dict[str, Variable] = {
         read_number,
         ENGINE,
         "1",
-        "milliseconds that single submissions wait for company while nobody waits for them",
+        "milliseconds that single tensors wait for others to travel with, while nobody waits for "
+        "their results",
     ),
     "CACHE_CAPACITY": Variable(
         read_whole,
         ENGINE,
         "4096",
-        "how many names get a number of their own; the one that was not used for longest makes "
-        "room",
+        "how many names get a number of their own. If there are more, a new name takes the "
+        "number of the name that was not used for longest",
     ),
     "NUM_NCCL_STREAMS": Variable(
         _positive,
         ENGINE,
         "4",
-        "Horovod's name of `RINGLET_STREAMS`; where both are set, the latter counts",
+        "Horovod's name of `RINGLET_STREAMS`. If both are set, `RINGLET_STREAMS` counts",
     ),
     "HIERARCHICAL_ALLREDUCE": Variable(
         read_flag,
@@ -308,7 +313,7 @@ _SHARED: dict[str, Variable] = {
     ),
     "AUTOTUNE_LOG": Variable(_anything, ENGINE, "none", "the autotuner's CSV file"),
     "AUTOTUNE_WARMUP_SAMPLES": Variable(
-        read_whole, ENGINE, "3", "windows that autotuning leaves out at first"
+        read_whole, ENGINE, "3", "windows that autotuning leaves out at the start"
     ),
     "AUTOTUNE_STEPS_PER_SAMPLE": Variable(
         read_whole, ENGINE, "10", "steps of one window of autotuning"
@@ -330,24 +335,23 @@ _SHARED: dict[str, Variable] = {
         read_number,
         OBSERVE,
         "60",
-        "seconds after which rank 0 names what waits, and for whom",
+        "seconds after which rank 0 names what waits, and for which ranks",
     ),
     "STALL_SHUTDOWN_TIME_SECONDS": Variable(
-        read_number, OBSERVE, "0: never", "seconds after which that is an error on all ranks"
+        read_number, OBSERVE, "0: never", "seconds after which such a wait is an error on all ranks"
     ),
-    "STALL_CHECK_DISABLE": Variable(read_flag, OBSERVE, "off", "no such warnings"),
+    "STALL_CHECK_DISABLE": Variable(read_flag, OBSERVE, "off", "switches these warnings off"),
     "START_TIMEOUT": Variable(
         _unless_empty(read_time),
         PROCESS,
         "120; `ringlet node`: 300",
-        "seconds that ranks may take to start, where `--start-timeout` says nothing",
+        "seconds that ranks may take to start, if there is no `--start-timeout`",
     ),
     "ELASTIC_TIMEOUT": Variable(
         _unless_empty(read_number),
         PROCESS,
         "600",
-        "seconds that an elastic job may have too few ranks, where `--elastic-timeout` says "
-        "nothing",
+        "seconds that an elastic job may have too few ranks, if there is no `--elastic-timeout`",
     ),
 }
 VARIABLES = {f"RINGLET_{name}": variable for name, variable in (_RINGLET | _SHARED).items()}
