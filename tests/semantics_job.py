@@ -79,11 +79,11 @@ def watch_fsdp():
 
     reduce = CompressedReduceScatter._reduce
 
-    def reduced(self, comm, place, values, total, pieces):
+    def reduced(self, comm, place, values, total, pieces, nbytes):
         step = self.step
-        reduce(self, comm, place, values, total, pieces)
+        reduce(self, comm, place, values, total, pieces, nbytes)
         first = pieces[0]
-        sent = place.workspace.array("send", first[-1].end * comm.size, "uint8")
+        sent = place.workspace.array("send", nbytes * comm.size, "uint8")
         for name, piece in zip(SHAPES, first, strict=True):
             if not isinstance(piece.compressor, NoCompression):
                 note(comm.rank, name, step, 0, piece.payload(sent))
