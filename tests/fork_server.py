@@ -474,7 +474,9 @@ def _asked(given: dict[str, Any]) -> Start | None:
         return None
     env = os.environ if given["env"] is None else given["env"]
     cwd = None if given["cwd"] is None else os.fsdecode(given["cwd"])
-    return on_host(Start([os.fsdecode(word) for word in given["args"]], dict(env), cwd))
+    # Not by dict: pytest deletes a variable of its own while a thread may start something.
+    found = {name: value for name in list(env) if (value := env.get(name)) is not None}
+    return on_host(Start([os.fsdecode(word) for word in given["args"]], found, cwd))
 
 
 class Server:

@@ -274,6 +274,7 @@ def sharded(*sizes):
     params = [
         SimpleNamespace(
             padded_sharded_param_size=torch.Size([n]),
+            sharded_param=SimpleNamespace(requires_grad=True),
             _module_info=SimpleNamespace(module=None, param_name=f"p{i}"),
         )
         for i, n in enumerate(sizes)
