@@ -193,15 +193,21 @@ def test_a_folder_that_has_the_name_of_a_command_is_not_taken_for_it(tmp_path, m
     assert hosts == [Host("a", 2)]
 
 
-def test_a_folder_instead_of_a_script_ends_the_job(tmp_path):
-    found = Discovery(str(tmp_path))
+def refused(script, words):
+    """Fail unless looking by ``script`` ends the job, with an error that says ``words``."""
+    found, limit = Discovery(script), time.monotonic() + 60
 
-    def look_until(limit):
+    def look():
         while time.monotonic() < limit:
             found.look(time.monotonic())
 
-    with pytest.raises(LaunchError, match=r"cannot be run: .* such as ./hosts.sh"):
-        look_until(time.monotonic() + 60)
+    with pytest.raises(LaunchError, match=words):
+        look()
+    found.close()
+
+
+def test_a_folder_instead_of_a_script_ends_the_job(tmp_path):
+    refused(str(tmp_path), "cannot be run: .* such as ./hosts.sh")
 
 
 @pytest.mark.parametrize(("mode", "words"), [(None, "not found"), (0o644, "ermission denied")])
@@ -210,15 +216,7 @@ def test_a_script_that_is_not_there_or_not_executable_ends_the_job(tmp_path, mod
     if mode is not None:
         script.write_text("#!/bin/sh\necho a:2\n")
         script.chmod(mode)
-    found = Discovery(str(script))
-
-    def look_until(limit):
-        while time.monotonic() < limit:
-            found.look(time.monotonic())
-
-    with pytest.raises(LaunchError, match=f"cannot be run: .*{words}.* such as ./hosts.sh"):
-        look_until(time.monotonic() + 60)
-    found.close()
+    refused(str(script), f"cannot be run: .*{words}.* such as ./hosts.sh")
 
 
 def test_a_script_that_names_no_interpreter_is_the_shells(tmp_path):
