@@ -23,6 +23,7 @@ from ringlet.torch.parallel.fsdp_transport import Way, Ways
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 
 Params = TypeVar("Params", bound=Hashable)  # which parameters a reduction is of
+_Layout = tuple[list[list[Piece]], int]  # pieces for each rank, and bytes that go to it
 
 
 def check_scatterable(compressor: Compressor) -> None:
@@ -62,7 +63,7 @@ class FsdpReduction(ABC, Generic[Params]):
         self.scheduled = any(overrides(each, "at") for each in distinct)
         self._declared = list(distinct)
         self._rooms: dict[tuple[tuple[Compressor, ...], Params, int], int] = {}
-        self._pieces: dict[tuple[tuple[Compressor, ...], Params, int], list[list[Piece]]] = {}
+        self._layouts: dict[tuple[tuple[Compressor, ...], Params, int], _Layout] = {}
 
     @abstractmethod
     def whole(self, params: Params, n: int) -> tuple[Params, int]:
@@ -119,15 +120,14 @@ class FsdpReduction(ABC, Generic[Params]):
         for state in self.states.values() if self.loaded else ():
             place.bring(state)
         self.loaded = False
-        nbytes = self._room_of(way, params, total.size)
-        if nbytes is None:
+        layout = self._layout_of(way, params, total.size)
+        if layout is None:
             output.zero_()
             return
-        pieces = self._pieces_of(way, params, total.size)
         ready = place.ready()
         with place.at_work():
             place.after([ready])
-            self._reduce(comm, place, values, total, pieces, nbytes)
+            self._reduce(comm, place, values, total, *layout)
             mark = place.done([values, total])
         if mark is not None:
             mark.collect()
@@ -173,6 +173,26 @@ class FsdpReduction(ABC, Generic[Params]):
             for each in modules:
                 each.now = None
 
+    def _layout_of(self, way: Way, params: Params, n: int) -> _Layout | None:
+        """Return how what goes to each rank is divided, and how many bytes that is.
+
+        Nothing where dividing fails here; None where some rank cannot tell how many bytes.
+        """
+        assert self.now is not None
+        known = tuple(self.now.values()), params, n
+        layout = self._layouts.get(known)
+        if layout is None:
+            nbytes = self._room_of(way, params, n)
+            if nbytes is None:
+                return None
+            try:
+                pieces = self.divided(self.now, params, n, way.comm.size)
+            except LayoutFailed as failed:
+                self.ways.outcome.note(self._layout_failure(failed), failed.__cause__)
+                return [], nbytes
+            layout = self._layouts[known] = pieces, nbytes
+        return layout
+
     def _room_of(self, way: Way, params: Params, n: int) -> int | None:
         """Return how many bytes go to each rank; None where some rank cannot tell.
 
@@ -197,18 +217,6 @@ class FsdpReduction(ABC, Generic[Params]):
             assert nbytes is not None
             self._rooms[known] = nbytes
         return nbytes
-
-    def _pieces_of(self, way: Way, params: Params, n: int) -> list[list[Piece]]:
-        """Return how what goes to each rank is divided; nothing where that fails here."""
-        assert self.now is not None
-        known = tuple(self.now.values()), params, n
-        if known not in self._pieces:
-            try:
-                self._pieces[known] = self.divided(self.now, params, n, way.comm.size)
-            except LayoutFailed as failed:
-                self.ways.outcome.note(self._layout_failure(failed), failed.__cause__)
-                return []
-        return self._pieces[known]
 
     def _reduce(
         self,
