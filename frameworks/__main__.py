@@ -67,6 +67,8 @@ def _meant_by(unknown: str, options: Sequence[str]) -> str | None:
             return "python -m"
         if unknown in ("--compression", "--compressor"):
             return "compression=... of DistributedOptimizer, in the program"
+    elif unknown == "-np" and "--slots" in options:
+        return "--slots"
     near = difflib.get_close_matches(unknown, options, 1)
     return near[0] if near else None
 

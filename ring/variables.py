@@ -378,7 +378,9 @@ def check(env: Mapping[str, str]) -> None:
             try:
                 known.check(variable, env[variable])
             except ValueError as error:
-                wrong.append(str(error))
+                counts = known.check in (read_whole, read_number)  # its text may have had a unit
+                said = known.meaning.partition(" (")[0].partition(". ")[0]
+                wrong.append(f"{error} ({said})" if counts else str(error))
     if wrong:
         raise ValueError("; ".join(wrong))
 

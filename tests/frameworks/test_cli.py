@@ -50,6 +50,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["run", "python", "a b.py", "-np", "2"], "Write: ringlet run -np 2 python 'a b.py'"),
         (["run", "python", "a.py", "-n"], "-np is missing: how many ranks?"),
         (["run", "-np2", "true"], "-np2; did you mean -np 2?"),
+        (["node", "-np", "2", "true"], "-np; did you mean --slots?"),
         (["run", "--nproc_per_node=2", "true"], "did you mean -np?"),
         (["run", "-np", "2", "-m", "train"], "-m; did you mean python -m?"),
         (

@@ -57,6 +57,8 @@ def test_what_names_no_link_is_refused_before_anything_starts():
         ("RINGLET_PROMETHEUS", "host:70000", r"not \[host:\]port"),
         ("RINGLET_METRICS_EVERY", "2.5", "not a whole number of at least 0"),
         ("RINGLET_FUSION_THRESHOLD", "1.5", "not a whole number of at least 0"),
+        ("RINGLET_FUSION_THRESHOLD", "64MB", r"not a whole number of at least 0 \(bytes of"),
+        ("HOROVOD_CYCLE_TIME", "5ms", r"not a number of at least 0 \(milliseconds"),
         ("HOROVOD_CYCLE_TIME", "-1", "not a number of at least 0"),
         ("RINGLET_CACHE_CAPACITY", "inf", "not a whole number of at least 0"),
         ("RINGLET_STREAMS", "0", "not a whole number of at least 1"),
