@@ -243,11 +243,32 @@ def test_the_design_lists_every_room_from_the_ground_up():
     assert [line for line in design if line.startswith(rows)] == expected
 
 
-@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/design.md", "README.md"])
+DOCUMENTS = ["CONTRIBUTING.md", "docs/design.md", "docs/finding-code.md", "README.md"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_documents_name_are_there(document):
     named = re.findall(r"`((?:fusion|ring|compressors|frameworks|tests|benchmarks)/[\w/]+\.\w+)`",
                        (ROOT / document).read_text())  # fmt: skip
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_documents_say_is_in_a_file_is_defined_there(document):
+    """As in: `fusion/limits.py` (`Limits`, `DIVISORS`)."""
+    said = re.findall(
+        r"`([\w/]+\.(?:py|cuh))` \(((?:`[\w.]+`(?:, )?)+)\)", (ROOT / document).read_text()
+    )
+    missing = []
+    for path, symbols in said:
+        source = (ROOT / path).read_text()
+        for symbol in re.findall(r"[\w.]+", symbols):
+            name = symbol.rpartition(".")[2]
+            made = rf"^\s*(?:def|class) {name}\b|^\s*(?:self\.)?{name}\b.*="
+            cuda = rf"\b{name}\(.*\{{$"
+            if not re.search(f"{made}|{cuda}", source, re.M):
+                missing.append(f"{path}: {symbol}")
+    assert not missing
 
 
 def test_what_starts_ranks_does_without_numpy():

@@ -22,6 +22,7 @@ _DTYPES = (
     "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
     "float16", "float32", "float64", "bool",
 )  # fmt: skip
+PREFIX = 8  # bytes before a payload in a bucket, which tell its length
 _HEAD = struct.Struct("<HxxI")  # number of arrays, bytes in all
 _ENTRY = struct.Struct("<BBxxIQ")  # dtype, bytes of the name, zero, elements
 _ALIGN = 8

@@ -5,6 +5,9 @@ feedback fixes SignSGD", ICML 2019; of both stages of a reduction in Tang et al.
 parallel stochastic gradient descent with double-pass error-compensated compression", ICML 2019.
 Residuals of few bits that begin anew: Xie et al., "LoCo: low-bit communication adaptor for
 large-scale model training", arXiv:2407.04480.
+
+The wrapped compressor adds the residual (``feedback_into`` of ``base.contract``), in kernels as it
+reads the gradient (``kernels.cpu.common.target``).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 # Names, numbers and strings are words; a quote that nothing closes is a token of its own.
@@ -15,6 +16,9 @@ _FILE = re.compile(
 # MODULE:NAME with spaces in it, or another ':'; what is read of it stands as one word already.
 _LOOSE = re.compile(r"(?P<module>[^\W\d][\w.]*)\s*:[\s:]*(?P<name>[^\W\d][\w.]*)")
 _COMMA = re.compile(r"\b\d+,\d+\b")
+# Letters that stand for the signs of MODULE:NAME while Python reads it as one name.
+AS_NAME = str.maketrans(".:", "\ua78f\u02d0")
+AS_PLACE = str.maketrans("\ua78f\u02d0", ".:")
 BRACKETS = "options stand in brackets, as in 'topk(ratio=0.01)'"
 HELP = "expected a compressor such as 'int8' or 'topk(ratio=0.01)', joined by '|'"
 
@@ -75,12 +79,54 @@ def diagnose(text: str, offset: int) -> tuple[int, str]:
     return offset, HELP
 
 
+def misplaced(node: ast.expr, text: str) -> tuple[int, str]:
+    """Return the column and the reason why ``node``, which Python can read, is no compressor."""
+    if isinstance(node, ast.Constant) and node.value is None:
+        return column_of(node, text), "write 'none' for no compression"
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return column_of(node, text), f"leave the quotes away: {node.value}"
+    if isinstance(node, (ast.BinOp, ast.Compare)) or (isinstance(node, ast.Tuple) and node.elts):
+        first = node.elts[0] if isinstance(node, ast.Tuple) else node.left
+        end = _characters(text, first.end_col_offset or 0)
+        end += len(text[end:]) - len(text[end:].lstrip(" )"))
+        sign = text[end : end + 1]
+        name = "; a name has '_' in it, as 'block_topk' has" if sign == "-" else ""
+        return end, f"compressors are joined by '|', not by {sign!r}{name}"
+    return column_of(node, text), _dotted(node) or HELP
+
+
+def column_of(node: ast.expr | ast.keyword, text: str) -> int:
+    """Return where ``node`` begins in ``text``, which is one line, from 0."""
+    return _characters(text, node.col_offset)
+
+
+def _characters(text: str, nbytes: int) -> int:
+    # ast counts bytes of UTF-8, a caret counts characters.
+    return len(text.encode()[:nbytes].decode())
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """Return what to write for ``module.Class`` or ``module.py``; None for anything else."""
+    named = node.func if isinstance(node, ast.Call) else node
+    parts: list[str] = []
+    while isinstance(named, ast.Attribute):
+        parts.append(named.attr)
+        named = named.value
+    if not parts or not isinstance(named, ast.Name):
+        return None
+    name, *above = parts
+    module = ".".join([named.id, *reversed(above)])
+    if name == "py":
+        return f"a class in a module is MODULE:NAME, such as {f'{module}:Name'!r}"
+    return f"a class in a module is MODULE:NAME: write {f'{module}:{name}'!r}"
+
+
 def _loose(text: str, place: int) -> tuple[int, str] | None:
     """Return where a MODULE:NAME with spaces, or two colons, begins around ``place``, and why."""
     for match in _LOOSE.finditer(text):
         if match.start() <= place < match.end():
-            # A word that has been read stands for MODULE:NAME already.
-            one = (".", ":")["\u02d0" not in match["module"]].join(match.groups())
+            is_place = ":" in match["module"].translate(AS_PLACE)
+            one = (":", ".")[is_place].join(match.groups())
             return match.start(), f"a class in a module is MODULE:NAME, with one ':': write {one!r}"
     return None
 

@@ -14,7 +14,14 @@ from typing import Any
 
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.errors import CompressorError, OptionError, SpecError, more_of
-from ringlet.compressors.specs.diagnosis import HELP, diagnose, named_file
+from ringlet.compressors.specs.diagnosis import (
+    AS_NAME,
+    AS_PLACE,
+    column_of,
+    diagnose,
+    misplaced,
+    named_file,
+)
 from ringlet.compressors.specs.registry import lookup, names, revision
 
 LONGEST = 2000  # characters of a spec: what diagnoses one may take the square of them
@@ -23,9 +30,6 @@ _parsing = threading.Lock()  # CPython 3.11 counts the parser's depth wrongly ac
 _SPACES = str.maketrans("\r\n\t\f", "    ")  # a spec may go over several lines
 _CONSTANTS = {"true": "True", "false": "False", "null": "None", "none": "None"}
 _PLACE = re.compile(r"""'[^']*'|"[^"]*"|([^\W\d]\w*(?:\.\w+)*:[^\W\d]\w*(?:\.\w+)*)""")
-# Letters that stand for the signs of MODULE:NAME while Python reads it as one name.
-_AS_NAME = str.maketrans(".:", "\ua78f\u02d0")
-_AS_PLACE = str.maketrans("\ua78f\u02d0", ".:")
 
 
 def parse(spec: str | Compressor, imports: bool = True) -> Compressor:
@@ -98,7 +102,7 @@ def _refuse_endless(written: str) -> None:
 
 
 def _one_name(match: re.Match[str]) -> str:
-    return match[0].translate(_AS_NAME) if match[1] else match[0]
+    return match[0].translate(AS_NAME) if match[1] else match[0]
 
 
 def _build(node: ast.expr, text: str, imports: bool) -> Compressor:
@@ -109,7 +113,7 @@ def _build(node: ast.expr, text: str, imports: bool) -> Compressor:
         except SpecError:
             raise
         except CompressorError as error:
-            raise _at(text, _column(node.right, text), str(error)) from None
+            raise _at(text, column_of(node.right, text), str(error)) from None
     if isinstance(node, ast.Name):
         return _make(node, [], {}, text, imports)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -117,58 +121,31 @@ def _build(node: ast.expr, text: str, imports: bool) -> Compressor:
         options: dict[str, Any] = {}
         for keyword in node.keywords:
             if keyword.arg is None:
-                raise _at(text, _column(keyword.value, text), "** is not possible here")
+                raise _at(text, column_of(keyword.value, text), "** is not possible here")
             if keyword.arg in options:
-                raise _at(text, _column(keyword, text), f"{keyword.arg!r} is given twice")
+                raise _at(text, column_of(keyword, text), f"{keyword.arg!r} is given twice")
             options[keyword.arg] = _literal(keyword.value, text)
         return _make(node.func, arguments, options, text, imports)
-    if isinstance(node, ast.Constant) and node.value is None:
-        raise _at(text, _column(node, text), "write 'none' for no compression")
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        raise _at(text, _column(node, text), f"leave the quotes away: {node.value}")
-    if isinstance(node, (ast.BinOp, ast.Compare)) or (isinstance(node, ast.Tuple) and node.elts):
-        first = node.elts[0] if isinstance(node, ast.Tuple) else node.left
-        end = len(text.encode()[: first.end_col_offset].decode()) if first.end_col_offset else 0
-        end += len(text[end:]) - len(text[end:].lstrip(" )"))
-        sign = text[end : end + 1]
-        name = "; a name has '_' in it, as 'block_topk' has" if sign == "-" else ""
-        raise _at(text, end, f"compressors are joined by '|', not by {sign!r}{name}")
-    raise _at(text, _column(node, text), _place(node) or HELP)
-
-
-def _place(node: ast.expr) -> str | None:
-    """Return what to write for ``module.Class`` or ``module.py``; None for anything else."""
-    named = node.func if isinstance(node, ast.Call) else node
-    parts: list[str] = []
-    while isinstance(named, ast.Attribute):
-        parts.append(named.attr)
-        named = named.value
-    if not parts or not isinstance(named, ast.Name):
-        return None
-    name, *above = parts
-    module = ".".join([named.id, *reversed(above)])
-    if name == "py":
-        return f"a class in a module is MODULE:NAME, such as {f'{module}:Name'!r}"
-    return f"a class in a module is MODULE:NAME: write {f'{module}:{name}'!r}"
+    raise _at(text, *misplaced(node, text))
 
 
 def _make(
     name: ast.Name, args: list[Any], options: dict[str, Any], text: str, imports: bool
 ) -> Compressor:
     try:
-        cls = lookup(name.id.translate(_AS_PLACE), imports)
+        cls = lookup(name.id.translate(AS_PLACE), imports)
     except CompressorError as error:
-        pointed = _pointed(text, _column(name, text), str(error))
+        pointed = _pointed(text, column_of(name, text), str(error))
         raise type(error)(pointed) from error.__cause__  # said once, with a plugin's own error
     try:
         return cls(*args, **options)
     except OptionError as error:
-        raise OptionError(_pointed(text, _column(name, text), str(error))) from None
+        raise OptionError(_pointed(text, column_of(name, text), str(error))) from None
     except CompressorError:
         raise
     except Exception as error:  # of a validate() of its own, or because it is abstract
         said = f"{cls.label()} cannot be made: {type(error).__name__}: {error}{more_of(error)}"
-        raise CompressorError(_pointed(text, _column(name, text), said)) from error
+        raise CompressorError(_pointed(text, column_of(name, text), said)) from error
 
 
 def _literal(node: ast.expr, text: str) -> Any:
@@ -180,17 +157,11 @@ def _literal(node: ast.expr, text: str) -> Any:
         if constant := _CONSTANTS.get(name.lower()):
             reason += f"; write {constant}"
         elif name and name not in names():
-            reason += f", and a string has quotes: write {name.translate(_AS_PLACE)!r}"
+            reason += f", and a string has quotes: write {name.translate(AS_PLACE)!r}"
         elif isinstance(node, (ast.Name, ast.Call)):
             reason += "; a compressor stands before or behind another: 'int8 | ef'"
-        raise _at(text, _column(node, text), reason) from None
+        raise _at(text, column_of(node, text), reason) from None
     return value
-
-
-def _column(node: ast.expr | ast.keyword, text: str) -> int:
-    # ast counts bytes of UTF-8, a caret counts characters.
-    line = text.splitlines()[node.lineno - 1]
-    return len(line.encode()[: node.col_offset].decode(errors="replace"))
 
 
 def _at(text: str, column: int, reason: str) -> SpecError:
@@ -198,4 +169,4 @@ def _at(text: str, column: int, reason: str) -> SpecError:
 
 
 def _pointed(text: str, column: int, message: str) -> str:
-    return f"{message}\n    {text}\n    {' ' * column}^".translate(_AS_PLACE)
+    return f"{message}\n    {text}\n    {' ' * column}^".translate(AS_PLACE)

@@ -2,7 +2,8 @@
 
 Values of a bucket are divided into parts (one, or one per rank); a part holds, tensor after
 tensor, the payload of each tensor's shard. Fixed-size payloads lie side by side without headers
-and compressors write straight into their place; others are serialised behind their length.
+and compressors write straight into their place; others lie behind their length (8 bytes), as
+``core.payload`` serialises them. What travels has a seal behind it (``ring.collectives.seal``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from ringlet.compressors import Payload, PayloadError
 from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.payload import (
+    PREFIX,
     check_payload,
     deserialise,
     padded,
@@ -61,7 +63,7 @@ class BucketCodec:
         """Return the bytes of ``part``; for variable payloads, those of the step at hand."""
         if self.fixed:
             return self._slots[part][-1]
-        nbytes = sum(8 + serialised_size(self._variable[i]) for i in self._single[part])
+        nbytes = sum(PREFIX + serialised_size(self._variable[i]) for i in self._single[part])
         return nbytes if self._varying is None else nbytes + self._varying.nbytes
 
     def member_bytes(self) -> list[float]:
@@ -69,7 +71,7 @@ class BucketCodec:
         if not self.fixed:
             small = {} if self._varying is None else self._varying.member_bytes()
             return [
-                small[i] if i in small else 8.0 + serialised_size(payload)
+                small[i] if i in small else float(PREFIX + serialised_size(payload))
                 for i, payload in enumerate(self._variable)
             ]
         return [
@@ -212,7 +214,7 @@ class BucketCodec:
             return range(len(self.members)), [self._deserialise(payload) for payload in payloads]
         singles = self._single[part]
         return singles, [
-            {i: deserialise(payload[starts[i] : starts[i + 1] - 8]) for i in singles}
+            {i: deserialise(payload[starts[i] : starts[i + 1] - PREFIX]) for i in singles}
             for payload, starts in zip(payloads, begins, strict=True)
         ]
 
@@ -259,18 +261,19 @@ class BucketCodec:
                     out[end : end + run.size] = run
                     end += run.size
                 continue
-            length = serialise(payload, out[end + 8 :])
-            out[end : end + 8].view(np.uint64)[0] = length
-            end += 8 + length
+            length = serialise(payload, out[end + PREFIX :])
+            out[end : end + PREFIX].view(np.uint64)[0] = length
+            end += PREFIX + length
         return end
 
     def _deserialise(self, buffer: Array) -> list[Payload]:
         payloads: list[Payload] = []
         start = 0
         for _ in self.members:
-            if start + 8 > buffer.size:
+            if start + PREFIX > buffer.size:
                 raise PayloadError(f"a payload of {buffer.size} bytes ends too early")
-            length = int(buffer[start : start + 8].view(np.uint64)[0])
-            payloads.append(deserialise(buffer[start + 8 : start + 8 + length]))
-            start += 8 + length
+            length = int(buffer[start : start + PREFIX].view(np.uint64)[0])
+            start += PREFIX
+            payloads.append(deserialise(buffer[start : start + length]))
+            start += length
         return payloads

@@ -28,7 +28,7 @@ class Packable(Protocol):
 
     @property
     def stream(self) -> Hashable:
-        """What a tensor must share with its neighbours to travel in one buffer."""
+        """What tensors of one buffer have in common; see ``Member._stream``."""
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,7 @@
-"""Checks of declared traits: the engine believes them, so they have to be true."""
+"""Whether numbers that are declared hold: omega (unbiased), delta, the fixed size, units.
+
+The engine believes them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what is declared: that it is possible, that it is read, and that it travels as text.
+"""Whether what is declared is possible, is read, and travels as text.
 
 Options are tried at their ends, and with other words: what users write who did not write them.
 """

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -42,63 +42,53 @@ def reduced(
     ``gradients`` are tensors, IndexedSlices, or None for variables that were not used, which stays
     so. Between steps, while ``accumulator`` adds up, the gradients returned mean nothing.
     """
-    slots: list[Slot] = []
-    told_later: dict[str, Any] = {}  # shapes that are known when the graph runs; here in part
-    tensors: list[Any] = []
-    outputs: list[Output] = [("bool", ())]
     if in_plain_graph():  # a session runs the nodes of several optimizers at once, in any order
         reducer.enlist()
-    accumulates = accumulator is not None and accumulator.passes > 1
+    if accumulator is not None and accumulator.passes == 1:
+        accumulator = None
     sources = zip(variables, names, gradients, cohorts, strict=True)
-    for variable, name, gradient, cohort in sources:
-        if gradient is None:
-            continue
-        slot, parts = _slot(variable, name, gradient, cohort, told_later)
-        slots.append(slot)
-        tensors += parts
-        if slot.sparse and not reducer.settings.dense(slot):
-            outputs += [(slot.dtype, (None, *slot.shape[1:])), ("int64", (None,))]
-        elif slot.name in told_later:
-            outputs.append((slot.dtype, told_later[slot.name]))
-        else:
-            outputs.append((slot.dtype, slot.shape))
-
+    given = [None if source[2] is None else _given(*source) for source in sources]
+    present = [one for one in given if one is not None]
+    rows = {one.slot.name for one in present if one.slot.sparse}
+    rows -= {one.slot.name for one in present if reducer.settings.dense(one.slot)}
+    outputs: list[Output] = [("bool", ())]
+    for one in present:
+        outputs += one.outputs(one.slot.name in rows)
     unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
     shown = (
         None if in_plain_graph() else partial(_shown, reducer, _held(variables, names, gradients))
     )
 
     def exchange(arrays: list[Array]) -> list[Array]:
-        shaped = _shaped(slots, arrays, told_later)
-        every, given = shaped, arrays
-        if accumulator is not None and accumulates:
-            summed = accumulator.add(shaped, arrays)
-            if summed is None:
+        shaped = _shaped(present, arrays)
+        every, summed = shaped, arrays
+        if accumulator is not None:
+            added = accumulator.add(shaped, arrays)
+            if added is None:
                 return [np.array(False), *_placeholders(outputs[1:])]
-            every, given = summed
+            every, summed = added
         used = {slot.name for slot in every}
         without = [name for name in unused if name not in used]
-        results = reducer.reduce(every, given, without, shown=shown)
+        results = reducer.reduce(every, summed, without, shown=shown)
         if accumulator is not None:
             accumulator.refuse_unused(shaped, every)
         kinds = [numpy_dtype(dtype) for dtype, _ in outputs[1:]]
         pairs = zip(results, kinds, strict=True)
         return [np.array(True), *[array.astype(kind, copy=False) for array, kind in pairs]]
 
-    ends, *received = run(exchange, tensors, outputs)
+    ends, *received = run(exchange, [part for one in present for part in one.parts], outputs)
     arriving = iter(received)
     results: list[Any] = []
-    by_name = {slot.name: slot for slot in slots}
-    for name, gradient in zip(names, gradients, strict=True):
-        if gradient is None:
+    for each in given:
+        if each is None:
             results.append(None)
-        elif by_name[name].sparse and not reducer.settings.dense(by_name[name]):
+        elif each.slot.name in rows:
             values, indices = next(arriving), next(arriving)
-            shape = tf.constant(by_name[name].shape, tf.int64)
+            shape = tf.constant(each.slot.shape, tf.int64)
             results.append(tf.IndexedSlices(values, indices, shape))
         else:
             results.append(next(arriving))
-    return ends if accumulates else tf.constant(True), results
+    return tf.constant(True) if accumulator is None else ends, results
 
 
 def reduced_differentiably(
@@ -180,39 +170,48 @@ def _shown(
     return found if reducer.rate is None else [*found, (RATE, np.array(reducer.rate(), np.float64))]
 
 
-def _slot(
-    variable: Any, name: str, gradient: Any, cohort: str, told_later: dict[str, Any]
-) -> tuple[Slot, list[Any]]:
+class _Given(NamedTuple):
+    """A gradient as it goes into the node."""
+
+    slot: Slot
+    parts: list[Any]  # values, and of IndexedSlices their indices
+    in_part: tf.TensorShape | None  # what is known of its shape, if the rest comes with the array
+
+    def outputs(self, rows: bool) -> list[Output]:
+        """Return what comes out for it: a table, or values of ``rows`` and their indices."""
+        if rows:
+            return [(self.slot.dtype, (None, *self.slot.shape[1:])), ("int64", (None,))]
+        return [(self.slot.dtype, self.slot.shape if self.in_part is None else self.in_part)]
+
+
+def _given(variable: Any, name: str, gradient: Any, cohort: str) -> _Given:
     what = f"the gradient of {name!r}"
     sparse = isinstance(gradient, tf.IndexedSlices)
     values = dense(gradient.values if sparse else gradient, what)
-    known = tf.TensorShape(variable.shape)
+    known, in_part = tf.TensorShape(variable.shape), None
     if not known.is_fully_defined():
         known = tf.TensorShape(None) if sparse else values.shape
     if not known.is_fully_defined():
         if sparse:
             raise ValueError(f"{what}: the shape of its table, {variable.shape}, must be known")
-        told_later[name] = known
-        known = tf.TensorShape([])
+        known, in_part = tf.TensorShape([]), known
     shape = tuple(known.as_list())
     slot = Slot(name, dtype_of(values, what), shape, sparse, cohort)
     if not sparse:
-        return slot, [values]
+        return _Given(slot, [values], in_part)
     # Values may have been computed in another shape than the table's rows.
-    return slot, [tf.reshape(values, (-1, *shape[1:])), tf.convert_to_tensor(gradient.indices)]
+    rows = tf.reshape(values, (-1, *shape[1:]))
+    return _Given(slot, [rows, tf.convert_to_tensor(gradient.indices)], in_part)
 
 
-def _shaped(
-    slots: list[Slot], arrays: Sequence[Array], told_later: Collection[str]
-) -> Sequence[Slot]:
-    """Return ``slots`` with the shapes that those called ``told_later`` have in this step."""
-    if not told_later:
-        return slots
-    given, shaped = iter(arrays), []
-    for slot in slots:
-        first, *_ = [next(given) for _ in range(slot.inputs)]
-        shaped.append(replace(slot, shape=first.shape) if slot.name in told_later else slot)
-    return shaped
+def _shaped(given: Sequence[_Given], arrays: Sequence[Array]) -> Sequence[Slot]:
+    """Return the slots, with the shapes of this step's ``arrays`` where those come with them."""
+    each, slots = iter(arrays), []
+    for one in given:
+        first, *_ = [next(each) for _ in range(one.slot.inputs)]
+        known = one.in_part is None
+        slots.append(one.slot if known else replace(one.slot, shape=first.shape))
+    return slots
 
 
 def _placeholders(outputs: Sequence[Output]) -> list[Array]:
