@@ -22,9 +22,9 @@ import numpy as np
 from engine import resnet_sizes
 
 from ringlet.fusion import Engine, Limits, Request
-from ringlet.fusion.autotune.choice import names, settled
 from ringlet.fusion.autotune.search import BayesianSearch, RandomSearch
 from ringlet.fusion.autotune.space import from_unit, to_unit
+from ringlet.fusion.autotune.tuned_limits import names, settled
 from ringlet.ring.communicator import ReduceOp, Topology
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.rendezvous.connect import connect

@@ -16,8 +16,8 @@ from typing import Any
 
 from ringlet.compressors import Compressor, NoCompression
 from ringlet.compressors.core.context import State
-from ringlet.fusion.autotune.choice import settled
 from ringlet.fusion.autotune.limits_control import LimitsControl
+from ringlet.fusion.autotune.tuned_limits import settled
 from ringlet.fusion.background_loop import Loop
 from ringlet.fusion.buckets.group import Group
 from ringlet.fusion.devices.host import Place
@@ -31,7 +31,7 @@ from ringlet.fusion.negotiation.stall_inspector import StallInspector
 from ringlet.fusion.observe.metrics_control import MetricsControl
 from ringlet.fusion.observe.probe import Network
 from ringlet.fusion.observe.timeline_control import Timelines
-from ringlet.fusion.process_set import levels_of
+from ringlet.fusion.peers import levels_of
 from ringlet.fusion.queue.requester import Requester
 from ringlet.fusion.recording.stats import Stats
 from ringlet.fusion.requests.callers_locks import Lock, lent, uninterrupted

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from ringlet.fusion.process_set import Track
+from ringlet.fusion.peers import Track
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.recording.watched_communicator import unwatched

@@ -29,8 +29,8 @@ from ringlet.fusion.exchanges import Exchanges
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.negotiation.validation import listed
+from ringlet.fusion.peers import Peers
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import Peers
 from ringlet.fusion.queue.batch import Batch
 from ringlet.fusion.queue.request_executor import RequestExecutor
 from ringlet.fusion.queue.tensor_queue import TensorQueue

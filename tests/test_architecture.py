@@ -30,7 +30,7 @@ FLOORS = {
         jit float16 rank_order interrupt addresses safe_files descriptors wire transports pipeline
         control collectives cost rendezvous hosts processes launch placed elastic functions
         command""",
-    "fusion": """errors limits devices requests planning codecs recording process_set exchanges
+    "fusion": """errors limits devices requests planning codecs recording peers exchanges
         buckets negotiation queue encoding_queue worker extensions observe autotune lifetime
         background_loop engine""",
     # Keras stands on TensorFlow's operations, and TensorFlow's optimizer and tape on Keras.

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ringlet.fusion.autotune.choice import names
 from ringlet.fusion.autotune.sample_log import Log
 from ringlet.fusion.autotune.search import BayesianSearch, Search
 from ringlet.fusion.autotune.space import BOUNDS, from_unit, to_unit
+from ringlet.fusion.autotune.tuned_limits import names
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.recording.events import BucketDone, Quiet
 

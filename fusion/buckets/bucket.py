@@ -25,8 +25,8 @@ from ringlet.fusion.codecs.small_members import SmallMembers
 from ringlet.fusion.devices.convert import from_float32, scale_into
 from ringlet.fusion.devices.fusion_buffers import Lease
 from ringlet.fusion.devices.host import Mark
+from ringlet.fusion.peers import Peers, Track
 from ringlet.fusion.planning.member import Member, named
-from ringlet.fusion.process_set import Peers, Track
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.collectives import compressed

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from ringlet.fusion.buckets.bucket import Bucket
-from ringlet.fusion.process_set import Peers
+from ringlet.fusion.peers import Peers
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 

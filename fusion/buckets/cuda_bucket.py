@@ -14,8 +14,8 @@ from ringlet.fusion.buckets.bucket import CompressedBucket, SumBucket
 from ringlet.fusion.codecs.cuda_codec import DeviceCodec
 from ringlet.fusion.codecs.cuda_varying_codec import DescribedCodec
 from ringlet.fusion.codecs.launched_members import Launches, Shard
+from ringlet.fusion.peers import Track
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.collectives import compressed, compressed_gpu
 from ringlet.ring.pipeline import Steps, Wire

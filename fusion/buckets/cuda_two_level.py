@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from ringlet.fusion.buckets.two_level import TwoLevelBucket
 from ringlet.fusion.codecs.cuda_codec import DeviceCodec
-from ringlet.fusion.process_set import Track
+from ringlet.fusion.peers import Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.collectives import compressed, compressed_gpu
 from ringlet.ring.collectives.agreement import agree

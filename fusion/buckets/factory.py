@@ -11,8 +11,8 @@ from ringlet.fusion.buckets.cuda_two_level import DeviceTwoLevelBucket
 from ringlet.fusion.buckets.plain import PlainBucket
 from ringlet.fusion.buckets.rounds import RoundsBucket
 from ringlet.fusion.buckets.two_level import TwoLevelBucket
+from ringlet.fusion.peers import Peers, levels_of
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import Peers, levels_of
 
 
 def make_bucket(

@@ -25,10 +25,10 @@ from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.fusion.devices.host import Mark, Place, collect
 from ringlet.fusion.errors import CompressionFailed, DuplicateName, refuse_forked
 from ringlet.fusion.limits import Limits
+from ringlet.fusion.peers import Peers
 from ringlet.fusion.planning.lookahead import pack
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.planning.pieces import divide
-from ringlet.fusion.process_set import Peers
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.requests.identity_values import neutral

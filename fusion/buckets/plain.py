@@ -9,8 +9,8 @@ from itertools import accumulate
 
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.devices.convert import combined_as, scale_into
+from ringlet.fusion.peers import Peers, Track
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import Peers, Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.collectives.adasum import adasum
 from ringlet.ring.collectives.checksum import SPAN, is_due

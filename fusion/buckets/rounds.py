@@ -21,8 +21,8 @@ from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.codecs.small_exchanges import SmallExchanges
 from ringlet.fusion.devices.convert import from_float32
 from ringlet.fusion.devices.fusion_buffers import Lease
+from ringlet.fusion.peers import LANES, Track
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import LANES, Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array

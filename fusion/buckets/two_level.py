@@ -21,9 +21,9 @@ from ringlet.compressors.states import whole_residual
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.codecs.bucket_codec import BucketCodec
 from ringlet.fusion.devices.convert import from_float32, to_float32
+from ringlet.fusion.peers import Track
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.planning.strategy import choose
-from ringlet.fusion.process_set import Track
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.recording.watched_communicator import unwatched
 from ringlet.ring.collectives.compressed import Allocate

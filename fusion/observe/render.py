@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringlet.fusion.observe.merge import CLOCK
-from ringlet.fusion.process_set import MOST_LANES, TRACKS
+from ringlet.fusion.peers import MOST_LANES, TRACKS
 from ringlet.fusion.recording.events import BucketDone, Span, StepDone
 
 Event = dict[str, Any]

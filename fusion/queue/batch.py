@@ -13,10 +13,10 @@ from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.exchanges import Exchanges
 from ringlet.fusion.limits import Limits
+from ringlet.fusion.peers import Peers, Track
 from ringlet.fusion.planning.lookahead import pack
 from ringlet.fusion.planning.member import Member
 from ringlet.fusion.planning.pieces import divide
-from ringlet.fusion.process_set import Peers, Track
 from ringlet.fusion.queue.tensor_queue import TensorQueue
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder

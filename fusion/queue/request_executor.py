@@ -14,8 +14,8 @@ from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.exchanges import Exchanges
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import messages as m
+from ringlet.fusion.peers import Peers
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.process_set import Peers
 from ringlet.fusion.queue.batch import Batch, Exchanged
 from ringlet.fusion.queue.tensor_queue import TensorQueue
 from ringlet.fusion.queue.unfused_ops import single_steps

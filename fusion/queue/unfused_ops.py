@@ -9,7 +9,7 @@ from typing import Any
 
 from ringlet.fusion.devices.convert import combined_as, scale_into
 from ringlet.fusion.devices.host import Place
-from ringlet.fusion.process_set import Track
+from ringlet.fusion.peers import Track
 from ringlet.fusion.requests.handle import Work
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array, storage

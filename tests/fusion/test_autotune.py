@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, Limits, Request, StepAbandoned
-from ringlet.fusion.autotune.choice import names
 from ringlet.fusion.autotune.search import BayesianSearch, RandomSearch
 from ringlet.fusion.autotune.space import BOUNDS, from_unit, to_unit
+from ringlet.fusion.autotune.tuned_limits import names
 from ringlet.fusion.autotune.tuner import Autotuner
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.transports.local import run_local

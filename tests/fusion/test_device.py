@@ -20,8 +20,8 @@ from ringlet.fusion.codecs.cuda_varying_codec import DescribedCodec
 from ringlet.fusion.devices import cuda as cuda_place
 from ringlet.fusion.devices.cuda import CudaPlace
 from ringlet.fusion.observe.sinks import Callback
+from ringlet.fusion.peers import levels_of
 from ringlet.fusion.planning import pieces
-from ringlet.fusion.process_set import levels_of
 from ringlet.job.warm_up import warm_up
 from ringlet.ring import Mismatch, ReduceOp, RingError
 from ringlet.ring.transports import hierarchical

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ringlet.fusion.autotune.space import BOUNDS
 from ringlet.fusion.limits import Limits
-from ringlet.fusion.process_set import levels_of
+from ringlet.fusion.peers import levels_of
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.variables import ALL
 
