@@ -30,7 +30,7 @@ from ringlet.compressors.kernels.cuda.sparsifiers.topk import Selected, largest
 CHUNK = 1 << 16  # elements that are summed in one piece
 PARTS = (
     "runtime/launch_table", "runtime/values", "runtime/scan", "common/candidates",
-    "sparsifiers/topk", "runtime/chunks", "sparsifiers/estimate", "sparsifiers/threshold",
+    "runtime/chunks", "sparsifiers/estimate", "sparsifiers/threshold",
 )  # fmt: skip
 KERNELS = (
     "begin", "draw", "adopt", "exceed", "fit", "collect", "survey", "decide", "cap", "widen",

@@ -1,5 +1,6 @@
 """Launches of ``topk.cuh``: the k entries of largest magnitude of many tensors at once.
 
+Among candidates, whose kernels are those of ``candidates.cuh``.
 Twelve launches for up to 32 tensors, of which three read memory in full (two of them in strides);
 the host learns nothing in between.
 """
