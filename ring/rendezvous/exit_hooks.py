@@ -92,7 +92,8 @@ def _hook(always: bool) -> None:
             leave_now(status)
         except SystemExit as error:
             if asked:
-                vars(error)["_ringlet"] = witness = _Witness()
+                # One for both hooks: a second would let the first go.
+                witness = vars(error).setdefault("_ringlet", _Witness())
                 witnesses[:] = [weakref.ref(witness, gone)]
                 del witness
             raise

@@ -427,3 +427,19 @@ def test_a_rank_ends_with_what_sys_exit_was_called_with_unless_that_was_caught(
         check=False,
     )
     assert done.returncode == code, done.stderr.decode()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rank_of_mpi_that_joins_a_group_of_torchs_too_leaves_before_mpi_is_finalized(
+    first: bool,
+) -> None:
+    """MPI_Finalize waits for ranks that wait for this one."""
+    program = (
+        "import atexit, sys\natexit.register(print, 'MPI_Finalize')\n"
+        "from ringlet.ring.rendezvous.exit_hooks import leave_on_exception as leave\n"
+        f"leave({first})\nleave({not first})\nsys.exit(4)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=DEADLINE, check=False
+    )
+    assert (done.returncode, done.stdout) == (4, b""), done.stderr.decode()
