@@ -37,6 +37,7 @@ from ringlet.ring.processes import processes, torchrun
 from ringlet.ring.processes.output import HIGH, Printer
 from ringlet.ring.processes.signals import Signals
 from ringlet.ring.rendezvous import epochs
+from ringlet.ring.rendezvous.loss_report import leaving_name
 from ringlet.ring.variables import check
 from ringlet.ring.wire.keys import MEMBER
 from ringlet.ring.wire.kv_store import KvStore
@@ -445,7 +446,7 @@ class Driver:
             self._membership.meets(number, int(met))
         if self.kv_store.value(epochs.knows_name(number)) is not None:
             self._membership.learns(number, now)
-        code = self.kv_store.value(epochs.leaving_name(number)) or b""
+        code = self.kv_store.value(leaving_name(number)) or b""
         if code.isdigit() and len(code) < 4:
             self._membership.leaves(number, int(code), now)
         told = self.kv_store.value(epochs.ask_name(number))

@@ -16,7 +16,7 @@ from typing import Any
 from ringlet.ring.descriptors import flush_standard_streams
 from ringlet.ring.errors import LOST_PEER, PeerLost
 from ringlet.ring.launch.signed_pickle import error_name, parcel_key, pickler, result_name
-from ringlet.ring.rendezvous.exit_hooks import report_loss
+from ringlet.ring.rendezvous.loss_report import report_loss
 from ringlet.ring.wire.framing import seal, unseal
 from ringlet.ring.wire.keys import MEMBER, STORE_KEY
 from ringlet.ring.wire.kv_client import Client, client

@@ -10,8 +10,7 @@ from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.launch.start import Started
 from ringlet.ring.processes import processes
-from ringlet.ring.rendezvous.epochs import leaving_name
-from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
+from ringlet.ring.rendezvous.loss_report import LossReport, leaving_name, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore
 
 # Bytes of /dev/shm for a rank: MPICH 5 takes 5.3 MB, and may crash near the end.

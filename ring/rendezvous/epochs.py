@@ -3,11 +3,10 @@
 The launcher decides (``ringlet.ring.elastic``); questions and answers lie in the job's store. Names
 there: ``elastic/ask/M`` is what member M asked last, ``elastic/answer/M/N`` the answer to its N-th
 question, ``elastic/met/M`` in which epoch it met the others last, ``elastic/knows/M`` that it has
-the state that they train on, ``elastic/leaving/M`` the exit code with which an exception ends it,
-``elastic/changes`` how often hosts have changed, ``elastic/specs`` (a list, as JSON) what the
-ranks' compressors are, ``elastic/held/M`` the norm of what those of member M hold back, and whether
-another has a copy, ``elastic/taken`` an epoch and what its ranks took over from those that are
-gone.
+the state that they train on, ``elastic/changes`` how often hosts have changed, ``elastic/specs``
+(a list, as JSON) what the ranks' compressors are, ``elastic/held/M`` the norm of what those of
+member M hold back, and whether another has a copy, ``elastic/taken`` an epoch and what its ranks
+took over from those that are gone. With which code a member ends is in a ``loss_report``.
 """
 
 from __future__ import annotations
@@ -68,14 +67,6 @@ def met_name(member: int) -> str:
 def knows_name(member: int) -> str:
     """Return the name under which a member says that it has taken over the others' state."""
     return f"elastic/knows/{member}"
-
-
-def leaving_name(member: int) -> str:
-    """Return the name under which a member says that it is about to end, and with which code.
-
-    So do ranks of jobs that are not elastic, by their numbers.
-    """
-    return f"leaving/{member}"
 
 
 def held_name(member: int) -> str:

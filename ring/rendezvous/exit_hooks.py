@@ -8,21 +8,15 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ringlet.ring.descriptors import flush_standard_streams
-from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost
+from ringlet.ring.errors import LOST_PEER, PeerLost
 from ringlet.ring.process_owner import is_lent
-from ringlet.ring.rendezvous.epochs import leaving_name
-from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
-from ringlet.ring.wire.keys import MEMBER, STORE_KEY
-from ringlet.ring.wire.kv_client import SCHEME, Client
-from ringlet.ring.wire.kv_store import Op
+from ringlet.ring.rendezvous.loss_report import report_loss, tell_leaving
 
-PATIENCE = 2.0  # seconds that a rank on its way out spends on its report
 # In what torch raises when a connection ends: where gloo noticed, and NCCL's name for it.
 _SIGNS_OF_LOSS = ("gloo/transport/", "ncclRemoteError")
 
@@ -40,72 +34,99 @@ def leave_on_exception(always: bool) -> None:
         _hook(always)
 
 
+# A rank of MPI that joins a group of torch's too has both: each passes on to the one before it.
+@cache
+def _hook(always: bool) -> None:
+    leaving = _Leaving(always)
+    sys.exit, sys.excepthook = leaving.exit_with, leaving.note
+    atexit.register(leaving.leave)  # runs after the handlers that are registered later
+
+
 class _Witness:
     """Goes with the exception that has it."""
 
 
-@cache
-def _hook(always: bool) -> None:
-    rank = os.getpid()
-    program = _outermost_frame()
-    show = sys.excepthook
-    failed: list[BaseException] = []
-    asked: list[int] = []  # the code that sys.exit was last called with, unless it was 0, or caught
-    witnesses: list[weakref.ref[_Witness]] = []  # of what it was called for last
+class _Leaving:
+    """How this process ends: what is known of it by now, and what follows from that."""
 
-    def code() -> int:
+    def __init__(self, always: bool) -> None:
+        self.failed: BaseException | None = None  # the first that nobody has caught
+        self.asked = 0  # the code that sys.exit was last called with, unless that was caught
+        self.witness: weakref.ref[_Witness] | None = None  # of what it was called for last
+        self._always = always
+        self._rank = os.getpid()
+        self._program = _outermost_frame()
+        self._exit, self._show = sys.exit, sys.excepthook
+
+    def code(self) -> int:
         """Return what the first of what failed, or else sys.exit, ends this process with."""
-        if not failed:
-            return (*asked, 0)[0]
-        codes = {KeyboardInterrupt: 130, PeerLost: LOST_PEER, SystemExit: (*asked, 1)[0]}
-        return next((c for kind, c in codes.items() if isinstance(failed[0], kind)), 1)
+        if self.failed is None:
+            return self.asked
+        codes = {KeyboardInterrupt: 130, PeerLost: LOST_PEER, SystemExit: self.asked or 1}
+        return next((c for kind, c in codes.items() if isinstance(self.failed, kind)), 1)
 
-    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        loss = _loss(error)
-        failed.append(loss or error)
-        show(kind, error, trace)
-        if loss is not None:
-            report_loss(loss, os.environ)
-        if os.getpid() == rank:
-            tell_leaving(code(), os.environ)
+    def exit_with(self, status: Any = None, /) -> NoReturn:
+        """Exit as ``sys.exit`` does, and remember the code.
 
-    def leave() -> None:
-        if program is not None and _returned(program):
-            asked.clear()  # it was caught, and is kept: what pytest.raises gives, say
-        if always and asked and not failed:
-            failed.append(SystemExit(asked[-1]))
-        child = always and os.getpid() != rank
-        if not failed and not always and os.getpid() == rank:
-            raised = program is not None and not _returned(program)
-            tell_leaving(None if raised and not asked else code(), os.environ)
-        if child or (failed and (always or isinstance(failed[0], PeerLost))):
-            flush_standard_streams()
-            os._exit(code() if failed else 0)
-
-    def exit_with(status: Any = None, /) -> NoReturn:
-        # No hook sees the code of a SystemExit, and at exit it is too late to ask for it.
+        No hook sees the code of a SystemExit, and at exit it is too late to ask for it.
+        """
         if threading.current_thread() is not threading.main_thread():
-            leave_now(status)  # ends that thread, and nothing else
-        witnesses.clear()
-        asked[:] = [status] if isinstance(status, int) and status else [1] if status else []
+            self._exit(status)  # ends that thread, and nothing else
+        self.witness = None
+        self.asked = (status if isinstance(status, int) else 1) if status else 0
         try:
-            leave_now(status)
+            self._exit(status)
         except SystemExit as error:
-            if asked:
+            if self.asked:
                 # One for both hooks: a second would let the first go.
                 witness = vars(error).setdefault("_ringlet", _Witness())
-                witnesses[:] = [weakref.ref(witness, gone)]
+                self.witness = weakref.ref(witness, self.gone)
                 del witness
             raise
 
-    def gone(_: object) -> None:
+    def gone(self, _: object) -> None:
         """Forget what was asked for where the program has caught it, and goes on."""
         if sys._getframe().f_back is not None:  # a SystemExit that nobody catches outlives all code
-            asked.clear()
+            self.asked = 0
 
-    leave_now, sys.exit = sys.exit, exit_with
-    sys.excepthook = note
-    atexit.register(leave)  # runs after the handlers that are registered later
+    def note(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Show an exception that nobody has caught, and tell the launcher of it."""
+        loss = _loss(error)
+        if self.failed is None:
+            self.failed = loss or error
+        self._show(kind, error, trace)
+        if loss is not None:
+            report_loss(loss, os.environ)
+        if os.getpid() == self._rank:
+            tell_leaving(self.code(), os.environ)
+
+    def leave(self) -> None:
+        """Tell the launcher, at exit, what this process ends with, and end it if it must leave."""
+        returned = self._program is not None and _returned(self._program)
+        if returned:
+            self.asked = 0  # it was caught, and is kept: what pytest.raises gives, say
+        if self._always and self.asked and self.failed is None:
+            self.failed = SystemExit(self.asked)
+        if self.failed is None and not self._always and os.getpid() == self._rank:
+            known = self.asked or returned or self._program is None
+            tell_leaving(self.code() if known else None, os.environ)
+        if self.must_leave():
+            flush_standard_streams()
+            os._exit(self.code())
+
+    def must_leave(self) -> bool:
+        """Whether nothing else may run at exit.
+
+        - Over MPI it may not after a failure: MPI_Finalize waits for the other ranks.
+        - Over MPI it may not in a forked child either, which would finalize its parent's.
+        - After the loss of another rank it may not anywhere: the code has to say so.
+        - Else this process ends as any other does.
+        """
+        if self._always:
+            return self.failed is not None or os.getpid() != self._rank
+        return isinstance(self.failed, PeerLost)
 
 
 def _outermost_frame() -> FrameType | None:
@@ -132,40 +153,3 @@ def _loss(error: BaseException) -> PeerLost | None:
     if isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_LOSS):
         return PeerLost(text.strip().split("\n")[0])
     return None
-
-
-def report_loss(error: PeerLost, env: Mapping[str, str]) -> bool:
-    """Tell the launcher that ``env`` names, if any, whom this rank has lost.
-
-    Returns whether it was told: nobody is left to hear of it when the launcher is gone as well.
-    """
-    name = loss_report_name(int(env.get("RINGLET_RANK", -1)))
-    return _tell(name, LossReport(error.ranks, str(error)).pack(), env)
-
-
-def tell_leaving(code: int | None, env: Mapping[str, str]) -> None:
-    """Tell the launcher that this rank ends with ``code``, None if unknown: the others lose it.
-
-    An interpreter with torch in it takes a second to end, and longer where others keep the cores.
-    In an elastic job only who fails says so.
-    """
-    if MEMBER not in env or (code or 0) & 255:
-        number = int(env.get(MEMBER, env.get("RINGLET_RANK", -1)))
-        _tell(leaving_name(number), b"?" if code is None else b"%d" % (code & 255), env)
-
-
-def _tell(name: str, value: bytes, env: Mapping[str, str]) -> bool:
-    place = env.get("RINGLET_RENDEZVOUS", "")
-    if not place.startswith(SCHEME) or STORE_KEY not in env:
-        return False
-    rank, key = int(env["RINGLET_RANK"]), bytes.fromhex(env[STORE_KEY])
-    try:
-        # A connection of its own: another thread may be waiting for an answer on the usual one.
-        client = Client(place.removeprefix(SCHEME), key, rank, PATIENCE)
-        try:
-            client.ask(Op.SET, name.encode(), value, timeout=PATIENCE)
-        finally:
-            client.close()
-    except (LaunchError, TimeoutError):
-        return False
-    return True

@@ -1,10 +1,17 @@
-"""What a rank that has lost others leaves in the store before it ends: which ones, and why."""
+"""What a rank leaves in the store before it ends: whom it has lost, and with which code it ends."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ringlet.ring.errors import LaunchError, PeerLost
+from ringlet.ring.wire.keys import MEMBER, STORE_KEY
+from ringlet.ring.wire.kv_client import SCHEME, Client
+from ringlet.ring.wire.kv_store import Op
+
+PATIENCE = 2.0  # seconds that a rank on its way out spends on each of these
 _LONGEST = 400  # characters of the reason
 
 
@@ -33,3 +40,48 @@ class LossReport:
 def loss_report_name(rank: int) -> str:
     """Return the name in the store under which rank ``rank`` leaves its report."""
     return f"lost-{rank}"
+
+
+def leaving_name(number: int) -> str:
+    """Return the name under which a rank says that it is about to end, and with which code.
+
+    In an elastic job ``number`` is the member's.
+    """
+    return f"leaving/{number}"
+
+
+def report_loss(error: PeerLost, env: Mapping[str, str]) -> bool:
+    """Tell the launcher that ``env`` names, if any, whom this rank has lost.
+
+    Returns whether it was told: nobody is left to hear of it when the launcher is gone as well.
+    """
+    name = loss_report_name(int(env.get("RINGLET_RANK", -1)))
+    return _tell(name, LossReport(error.ranks, str(error)).pack(), env)
+
+
+def tell_leaving(code: int | None, env: Mapping[str, str]) -> None:
+    """Tell the launcher that this rank ends with ``code``, None if unknown: the others lose it.
+
+    An interpreter with torch in it takes a second to end, and longer where others keep the cores.
+    In an elastic job only who fails says so.
+    """
+    if MEMBER not in env or (code or 0) & 255:
+        number = int(env.get(MEMBER, env.get("RINGLET_RANK", -1)))
+        _tell(leaving_name(number), b"?" if code is None else b"%d" % (code & 255), env)
+
+
+def _tell(name: str, value: bytes, env: Mapping[str, str]) -> bool:
+    place = env.get("RINGLET_RENDEZVOUS", "")
+    if not place.startswith(SCHEME) or STORE_KEY not in env:
+        return False
+    rank, key = int(env["RINGLET_RANK"]), bytes.fromhex(env[STORE_KEY])
+    try:
+        # A connection of its own: another thread may be waiting for an answer on the usual one.
+        client = Client(place.removeprefix(SCHEME), key, rank, PATIENCE)
+        try:
+            client.ask(Op.SET, name.encode(), value, timeout=PATIENCE)
+        finally:
+            client.close()
+    except (LaunchError, TimeoutError):
+        return False
+    return True

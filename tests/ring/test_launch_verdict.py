@@ -20,8 +20,7 @@ from ringlet.ring.launch.rank_table import CAUSE_NS, LEAVING_NS, Rank, RankTable
 from ringlet.ring.launch.start import Started
 from ringlet.ring.launch.termination import Termination
 from ringlet.ring.processes.output import Printer
-from ringlet.ring.rendezvous.epochs import leaving_name
-from ringlet.ring.rendezvous.loss_report import LossReport, loss_report_name
+from ringlet.ring.rendezvous.loss_report import LossReport, leaving_name, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore, Op
 from ringlet.ring.wire.launch_link import Channel
 
