@@ -8,6 +8,7 @@ last one that is still there has asked for it, because a rank was lost or hosts 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +34,26 @@ class EpochSeat:
 
 @dataclass
 class JobMember:
-    """One process. ``local`` is its slot on ``host``; ``rank`` the one of the present epoch."""
+    """One process. ``local`` is its slot on ``host``; ``rank`` the one of the present epoch.
+
+    Several of these hold at a time. One with a ``limit`` is killed then.
+
+        state      begins when                           what ``decide`` does
+        ---------  ------------------------------------  ------------------------------------------
+        newcomer   it is started in a free slot; it has  waits for it in the first epoch; later
+                   no rank                               lets ranks know once it has asked
+        asked      it asks for the next epoch            seats all that have asked, once all ranks
+                                                         have, and they are enough
+        seated     an epoch begins with it: a rank       waits for it if another rank has asked
+        met        it has met the others of that epoch   nothing: they hear if it lives (``late``)
+        knows      it has taken over others' state       seats these first; the job is over if
+                                                         no rank is left that knows
+        dropped    its host has gone or is barred, or    seats it no more, and dismisses it when it
+                   there are more than max_np            asks
+        dismissed  ``decide`` has sent it away           nothing: ending with 0 is no result then
+        ended      its process has ended                 gives its slot to another; begins epochs
+                                                         without it
+    """
 
     number: int
     host: str
@@ -191,9 +211,7 @@ class Membership:
         if member.dropped or (self._finished is not None and self.epoch and not ranked):
             return  # nothing is left to do for newcomers
         name = f"rank {member.rank}" if ranked else f"newcomer {number}"
-        # A newcomer that fails is no fault of the job.
-        effect = self._failed is not None and self._failed[0] == LOST_PEER != code
-        if (self._failed is None or effect) and (ranked or not self.epoch):
+        if self._is_the_cause(member, code):
             cause = ""
             if member.dismissed and self._finished is not None:
                 left = f"{self._finisher()} on {self.members[self._finished].host}"
@@ -201,6 +219,15 @@ class Membership:
             self._failed = code, f"{cause}{name} on {member.host} {how}"
             self.first_failed = number
         self._bar(member, f"{name} on {member.host} {how}", now)
+
+    def _is_the_cause(self, member: JobMember, code: int) -> bool:
+        """Whether the job fails, if it does, because ``member`` has ended with ``code``.
+
+        The first to end is the cause, unless that only was the effect of another's end.
+        """
+        if self.epoch and member.rank is None:
+            return False  # a newcomer that fails is no fault of the job
+        return self._failed is None or self._failed[0] == LOST_PEER != code
 
     def _finisher(self) -> str:
         """Return what to call the member that has ended well first."""
@@ -239,10 +266,7 @@ class Membership:
         limits += [each.until for each in self._barred.values() if each.until != float("inf")]
         if self._waiting():
             limits.append(self._due()[0])
-        if not self.epoch and self._enough is not None:
-            limits.append(self._enough + self._stragglers)
-        if self._gathering is not None:
-            limits.append(self._gathering + self._stragglers)
+        limits += [at for at in (self._begins_at, self._tells_at) if at is not None]
         later = [limit for limit in limits if limit > self._decided]
         return max(0.0, min(later) - now) if later else None
 
@@ -281,6 +305,16 @@ class Membership:
     @property
     def _stragglers(self) -> float:
         return min(LATECOMERS, self.rules.timeout)
+
+    @property
+    def _begins_at(self) -> float | None:
+        """When the first epoch begins without those on their way; None while nobody knows."""
+        return None if self.epoch or self._enough is None else self._enough + self._stragglers
+
+    @property
+    def _tells_at(self) -> float | None:
+        """When ranks are told of the newcomers that are ready; None where none is."""
+        return None if self._gathering is None else self._gathering + self._stragglers
 
     def _usable(self, host: str, now: float) -> bool:
         barred = self._barred.get(host)
@@ -440,20 +474,12 @@ class Membership:
                         self._started = now
 
     def _form(self, todo: Decisions, now: float) -> None:
-        """Begin an epoch if everybody who has to has asked for it, and they are enough."""
-        present = self._present()
-        if self.epoch:
-            if not self._resetting() or not all(m.asked for m in self._ranked()):
-                return
-        elif any(not m.asked for m in present) and (
-            self._enough is None or now < self._enough + self._stragglers
-        ):
-            return  # more than it needs may come
-        taking = [m for m in present if m.asked]
-        if len(taking) < self._needed():
+        """Begin an epoch if it may begin, with all that have asked for it."""
+        if not self._may_begin(now):
             return
         self.epoch += 1
-        late = [m for m in present if not m.asked]
+        taking = [m for m in self._present() if m.asked]
+        late = [m for m in self._present() if not m.asked]
         if self.epoch == 1 and late:
             names = ", ".join(f"{m.number} on {m.host}" for m in late)
             todo.notes.append(
@@ -461,6 +487,23 @@ class Membership:
             )
         self._failed, self.first_failed, self._wanting = None, None, now
         self._gathering = None
+        self._seat(self._in_order(taking), todo, now)
+        if self.epoch > 1:
+            ranks = "1 rank" if len(taking) == 1 else f"{len(taking)} ranks"
+            todo.notes.append(f"epoch {self.epoch}: {ranks}")
+        self._let_leave(now)  # newcomers may know enough from now on: it is told behind the seats
+
+    def _may_begin(self, now: float) -> bool:
+        """Whether everybody who has to has asked for the next epoch, and they are enough."""
+        if self.epoch:
+            all_asked = self._resetting() and all(m.asked for m in self._ranked())
+        else:  # more than it needs may come
+            at = self._begins_at
+            all_asked = all(m.asked for m in self._present()) or (at is not None and now >= at)
+        return all_asked and self._ready() >= self._needed()
+
+    def _in_order(self, taking: Iterable[JobMember]) -> list[JobMember]:
+        """Return members in the order of their ranks: the host of the first one's state first."""
         first = {host: i for i, host in enumerate(self._hosts)}
 
         def age(m: JobMember) -> tuple[int, int]:
@@ -472,24 +515,22 @@ class Membership:
         oldest: dict[str, tuple[int, int]] = {}
         for member in taking:
             oldest[member.host] = min(oldest.get(member.host, age(member)), age(member))
-        taking.sort(key=lambda m: (oldest[m.host], m.host, age(m), m.local))
-        local: dict[str, int] = {}
+        return sorted(taking, key=lambda m: (oldest[m.host], m.host, age(m), m.local))
+
+    def _seat(self, taking: Sequence[JobMember], todo: Decisions, now: float) -> None:
+        """Give ``taking`` the ranks of the present epoch, in their order, and others none."""
         for member in self.members.values():
             member.rank = None
             if member.dropped and member.limit is None:
                 member.limit = now + LEAVE
+        together = Counter(member.host for member in taking)
+        seated: Counter[str] = Counter()
         for rank, member in enumerate(taking):
+            host = member.host
             member.rank, member.asked, member.met = rank, False, False
-        for member in taking:
-            at = local[member.host] = local.get(member.host, -1) + 1
-            together = sum(other.host == member.host for other in taking)
-            assert member.rank is not None
-            member.seat = EpochSeat(self.epoch, member.rank, len(taking), at, together)
+            member.seat = EpochSeat(self.epoch, rank, len(taking), seated[host], together[host])
             todo.seats[member.number] = member.seat
-        if self.epoch > 1:
-            ranks = "1 rank" if len(taking) == 1 else f"{len(taking)} ranks"
-            todo.notes.append(f"epoch {self.epoch}: {ranks}")
-        self._let_leave(now)  # newcomers may know enough from now on: it is told behind the seats
+            seated[host] += 1
 
     def _announce(self, todo: Decisions, now: float) -> None:
         """Let the ranks know that newcomers are ready: all that are on their way, at one time.
@@ -508,7 +549,7 @@ class Membership:
         if self._gathering is None:
             self._gathering = now
         urgent = any(m.rank is not None for m in self._leaving())
-        late = now >= self._gathering + self._stragglers
+        late = self._tells_at is not None and now >= self._tells_at
         if urgent or late or all(m.asked for m in newcomers):
             todo.changed, self._gathering = True, None
             self._told |= ready
