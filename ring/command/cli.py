@@ -206,8 +206,7 @@ def reach_of(options: argparse.Namespace, forward: Sequence[str] = ()) -> Reach:
 def _patience(options: argparse.Namespace) -> float:
     """Return how many seconds ranks may take to start."""
     if options.start_timeout is None:
-        said = time_limit("start_timeout")
-        return float(options.patience) if said is None else said
+        return time_limit("start_timeout", float(options.patience))
     try:
         return read_time("--start-timeout", options.start_timeout)
     except ValueError:

@@ -18,13 +18,14 @@ from ringlet.ring.processes.output import Printer
 def elastic_plan(
     np: int | None,
     hosts: Sequence[Host],
-    min_np: int | None,
-    max_np: int | None,
-    host_discovery_script: str | None,
-    slots: int | None,
-    reset_limit: int | None,
-    elastic_timeout: float | None,
-    cooldown_range: Sequence[float] | None,
+    *,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    host_discovery_script: str | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    elastic_timeout: float | None = None,
+    cooldown_range: Sequence[float] | None = None,
 ) -> tuple[Rules, Discovery] | None:
     """Return the rules and what finds hosts; None where nothing says that ranks come and go.
 
@@ -52,8 +53,9 @@ def elastic_plan(
         numbers = [n for n in (np, min_np, max_np) if isinstance(n, int)]
         hosts = hosts or [Host("localhost", max([1, *numbers]))]
         known = sum(host.slots for host in hosts)
-    timeout = time_limit("elastic_timeout") if elastic_timeout is None else elastic_timeout
-    checked = checked_rules(np, min_np, max_np, reset_limit, timeout, cooldown_range, known)
+    if elastic_timeout is None:
+        elastic_timeout = time_limit("elastic_timeout")
+    checked = checked_rules(np, min_np, max_np, reset_limit, elastic_timeout, cooldown_range, known)
     if known is not None and known < checked.np:
         raise LaunchError(f"{checked.np} ranks are to begin, but the hosts have {known} slots")
     return checked, Discovery(host_discovery_script, slots or 1, hosts)

@@ -43,6 +43,6 @@ def test_flags_count_before_variables_and_ours_before_horovods(command, patience
 def test_functions_read_the_variables_too(case):
     flags, start, elastic = case
     given = float(flags[3]) if flags else None
-    rules, _ = elastic_plan(None, [], 2, None, None, None, None, given, None)
+    rules, _ = elastic_plan(None, [], min_np=2, elastic_timeout=given)
     assert rules.timeout == elastic
     assert flags or time_limit("start_timeout") == start
