@@ -139,6 +139,21 @@ def test_parameters_that_differ_at_the_first_step_are_told_of_once(base):
     assert "hvd.broadcast_parameters" in told[0]
 
 
+@pytest.mark.parametrize("what", ["parameters", "settings"])
+def test_onebit_adam_compares_its_own_in_an_elastic_job_too(what, monkeypatch):
+    """And not the stand-ins by which it reduces, with which each epoch begins anew."""
+    monkeypatch.setattr("ringlet.torch.optimizer.reducer.is_elastic", lambda: True)
+
+    def work():
+        odd = hvd.rank()
+        model = network(odd if what == "parameters" else 0)
+        rate = 0.1 + odd if what == "settings" else 0.1
+        steps(model, hvd.OneBitAdam(model.named_parameters(), lr=rate))
+
+    (told,) = told_by(work)
+    assert "'0.bias'" in told if what == "parameters" else "such as lr" in told
+
+
 def test_settings_of_the_optimizer_that_differ_are_told_of_once():
     def work():
         model = network()

@@ -28,8 +28,7 @@ class DriftCheck:
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.parameters = parameters
-        self.groups: Sequence[Mapping[str, Any]] | None = None  # in place of those ``look`` gets
+        self._parameters = parameters
         self._under_way: list[tuple[int, Comparison]] = []  # with the number of steps
         self._steps = 0
         self._warned = False
@@ -53,7 +52,7 @@ class DriftCheck:
             self._warned = self._warned or odd is not None
         self._steps += 1
         if is_compared(self._steps):
-            compared = {**self.parameters, _SETTINGS: _digest(_settings(self.groups or groups))}
+            compared = {**self._parameters, _SETTINGS: _digest(_settings(groups))}
             if self._steps == 1:  # later on ranks may have joined meanwhile
                 compared[_STEPS] = _digest(repr(sorted(steps().items())))
             comparison = Comparison(compared, f"{label}.alike{self._steps}", ranks)

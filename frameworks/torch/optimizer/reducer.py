@@ -79,7 +79,8 @@ class Reducer:
     up, and its ``synchronize`` raises RuntimeError. A reducer that nobody holds is gone.
     ``groups`` are names of those that travel together. With ``unscaling``, a policy's, a step can
     be taken back. ``memory`` is what compressors remember; it, and steps, go on where those of the
-    reducer ``before`` are.
+    reducer ``before`` are. Where ``named`` are stand-ins, ranks compare ``compared`` while they
+    train, the parameters of the model.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Reducer:
         unscaling: Unscaling | None = None,
         before: Reducer | None = None,
         title: str = "DistributedOptimizer",  # in timelines and reports
+        compared: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> None:
         passes, op = options.backward_passes_per_step, options.op
         predivide, process_set = options.gradient_predivide_factor, options.process_set
@@ -98,7 +100,8 @@ class Reducer:
             raise ValueError(f"op must be Average or Sum for gradients, not {op.name.title()}")
         check_predivide(predivide, op)
         self.parameters = named
-        self.drift = DriftCheck(named)
+        self._compared = named if compared is None else compared
+        self._drift = DriftCheck(self._compared)
         averages = op is ReduceOp.AVERAGE
         self.memory = ParameterMemory(named, options.router, averages, process_set, predivide)
         self.in_flight = False
@@ -234,9 +237,14 @@ class Reducer:
         """Whether all that is ``unscaled`` is finite."""
         return self._group is None or self._group.finite
 
-    def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
+    def synchronize(
+        self,
+        param_groups: list[dict[str, Any]],
+        settings: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         """Reduce what no hook handed in (as zeros if there is no gradient), and wait for all.
 
+        Ranks compare the settings in ``param_groups``, or in the groups ``settings``.
         Raises RuntimeError if another reducer has the parameters now, or if ``param_groups`` holds
         one with a gradient that was never this reducer's: each rank would update it on its own.
         So where a gradient was changed since backward. Then the step is given up on all ranks, or
@@ -266,7 +274,8 @@ class Reducer:
         self._settle(alike)
         if self._rows.choose(self._handed.rows):
             self._declare(self.step)
-        self.drift.look(param_groups, self._counted, self._label, self._process_set)
+        groups = param_groups if settings is None else settings
+        self._drift.look(groups, self._counted, self._label, self._process_set)
 
     def refuse_in_flight(self, cure: str) -> None:
         """Raise RuntimeError while gradients are being reduced: others may take the step."""
@@ -374,7 +383,7 @@ class Reducer:
         self._included = self._process_set.included()
         self.memory.resize(self._size())
         self._owing = self._included and self._size() == 1
-        self.drift = DriftCheck(self.parameters)
+        self._drift = DriftCheck(self._compared)
         self._declare(self._start)
 
     def given_up(self, error: RuntimeError) -> RuntimeError:

@@ -80,9 +80,8 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         # What is reduced travels as the gradient of a stand-in: a gradient first, momentum later.
         self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
         uncompressed = Options(compression="none")
-        self._reducer = Reducer(self._carriers, uncompressed, title="OneBitAdam")
+        self._reducer = Reducer(self._carriers, uncompressed, title="OneBitAdam", compared=named)
         self._reducer.awaits = False  # no backward pass knows carriers
-        self._reducer.drift.parameters = named
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -198,9 +197,8 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
                 momentum = self._moments(p)["exp_avg"]
                 gradient = momentum.lerp(gradient, 1 - group["betas"][0])
             carrier.grad = gradient.clone()
-        self._reducer.drift.groups = self.param_groups  # the reducer's are of stand-ins
         try:
-            self._reducer.synchronize([])
+            self._reducer.synchronize([], self.param_groups)
         except StepAbandoned as error:
             if _LOADED not in str(error):
                 raise
