@@ -364,7 +364,7 @@ def case_a_layer_that_one_rank_thaws():
         first.requires_grad_(odd())
         optimizer.zero_grad()
         m(torch.ones(2, 4)).square().sum().backward()
-        changes = optimizer._ringlet._alike
+        changes = optimizer._ringlet._agreement._changes
         assert not odd() or changes.call + 1 in changes._changes  # told already
         refused(optimizer.step, "'0.weight'", f"but not on rank(s) {hvd.size() - 1}")
     first.requires_grad_(True)

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
+from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.optimizer.frozen import is_still
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.shared_storage import address, are_shared, is_expanded, overlaps
@@ -94,13 +96,20 @@ class Handed:
         """Return those of ``names`` whose gradients were sparse when they were taken."""
         return [name for name in names if name in self._sparse] if self._sparse else []
 
-    def sparse_now(self) -> dict[str, int]:
-        """Return the sparse dimensions of what is known to be sparse, here or on other ranks."""
-        return self.rows | self._sparse
-
     def is_news(self, names: Sequence[str]) -> bool:
         """Whether this rank has taken a sparse gradient of ``names`` that is not in ``rows``."""
         return any(name not in self.rows for name in self.sparse(names))
+
+    def share_rows(
+        self, parameters: Mapping[str, torch.nn.Parameter], label: str, process_set: ProcessSet
+    ) -> None:
+        """Learn which gradients any rank had sparse in this step, or before it. Collective."""
+        own = self.rows | self._sparse
+        marks = torch.tensor([1 + own.get(name, -1) for name in parameters])
+        marks = allreduce(marks, name=label, op=ReduceOp.MAX, process_set=process_set)
+        found = zip(parameters, marks.tolist(), strict=True)
+        self.rows = {name: int(mark) - 1 for name, mark in found if mark}
+        self.make_sparse(parameters)
 
     def make_sparse(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Make the last results sparse where some rank had a sparse gradient, and this one none.

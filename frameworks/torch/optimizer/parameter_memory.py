@@ -117,6 +117,15 @@ class ParameterMemory(Memory):
                 del state[key]
         return found
 
+    def pay_back(self) -> None:
+        """Add to the gradients what is held back of them, and hold it back no more."""
+        for name, residual in self.take_residuals(self.parameters).items():
+            p = self.parameters[name]
+            owed = torch.as_tensor(residual, device=p.device).reshape(p.shape) * self.predivide
+            with torch.no_grad():
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = (owed + grad).to(p.dtype)
+
     # -- checkpoints ------------------------------------------------------------------------------
 
     def saved(self, step: int) -> dict[str, Any] | None:

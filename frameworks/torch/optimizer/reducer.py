@@ -6,7 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -15,21 +15,18 @@ from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.fusion import Engine, Group, Request
 from ringlet.fusion.buckets.unscaling import Unscaling
-from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import Runtime, current
 from ringlet.precision.reduction import carrier
 from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import Mismatch, RingError
+from ringlet.ring.errors import RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
 from ringlet.shared.gradients.accumulation import check_passes
 from ringlet.shared.gradients.optimizer_options import Options
-from ringlet.shared.list_changes import ListChanges
-from ringlet.shared.model_agreement import agree, told_alike
+from ringlet.shared.model_agreement import agree
 from ringlet.shared.requests import check_predivide
-from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.optimizer.double_reduction import refuse_ddp
 from ringlet.torch.optimizer.drift_check import DriftCheck
@@ -39,6 +36,7 @@ from ringlet.torch.optimizer.in_flight import Handed
 from ringlet.torch.optimizer.naming import refuse_strays, warn_of_unmatched
 from ringlet.torch.optimizer.parameter_memory import ParameterMemory
 from ringlet.torch.optimizer.sparse_gradients import SparseGradients
+from ringlet.torch.optimizer.step_agreement import StepAgreement
 from ringlet.torch.tensors.placement import HOST, place_of
 from ringlet.torch.tensors.views import check, dtype_of
 
@@ -52,24 +50,6 @@ NO_COPY = (
     "and peers. Copy or save optimizer.state_dict()"
 )
 REPEAT = "Call step() again first: it was interrupted, and the other ranks may have taken it"
-_FREEZE = "set requires_grad alike on all ranks, in the same step, or their models drift apart"
-_LOADED = (
-    "compressors need the same on all ranks, or replicas part: load optimizer.state_dict() as each "
-    "rank saved it in one step, or call hvd.broadcast_optimizer_state(optimizer, root_rank=0) on "
-    "all ranks after loading. Factors and estimates are forgotten on all ranks, which go on from "
-    "the last step that any has counted, and this step is not applied"
-)
-
-
-class _Alike(NamedTuple):
-    """What ranks have to do alike in a step: which parameters are ``frozen``, and what was loaded.
-
-    ``loaded`` is ``ParameterMemory.loaded_in_common``, ``recounted`` that of the same name.
-    """
-
-    frozen: tuple[str, ...] = ()
-    loaded: tuple[tuple[str, str], ...] = ()
-    recounted: bool = False
 
 
 class Reducer:
@@ -81,6 +61,28 @@ class Reducer:
     be taken back. ``memory`` is what compressors remember; it, and steps, go on where those of the
     reducer ``before`` are. Where ``named`` are stand-ins, ranks compare ``compared`` while they
     train, the parameters of the model.
+
+    A step begins with its first gradient. It ends with ``synchronize``, or by one of these:
+
+    ===================  ===========================  =======================  ==================
+    method               who calls it                 other ranks hear         memory becomes
+    ===================  ===========================  =======================  ==================
+    ``abandon``          the script, or what hands    of this step, or of the  mixed
+                         in a gradient and raises     next if none has begun
+    ``give_up_because``  who refuses to take a step,  of this step, or of the  mixed
+                         such as ``synchronize``      next if all reduced it
+    ``give_way``         OneBitAdam, to ``compare``   of the step that begins  mixed
+    ``leave_step``       TorchState, to go back       of this step             mixed
+    ``take_back``        TorchState, DiLoCo: a step   of this step             as before the step
+                         has failed
+    ``undo``             masters: an overflow, which  nothing                  as before, but for
+                         all ranks have seen                                   how often
+    ``forget_passes``    ``zero_grad``, where no      nothing                  what it is
+                         step is under way
+    ``join_epoch``       what is first in an epoch    nothing                  resized for ranks
+    ===================  ===========================  =======================  ==================
+
+    They hear it as StepAbandoned. Mixed: of each tensor as before the step, or as after it.
     """
 
     def __init__(
@@ -101,48 +103,92 @@ class Reducer:
         check_predivide(predivide, op)
         self.parameters = named
         self._compared = named if compared is None else compared
-        self._drift = DriftCheck(self._compared)
         averages = op is ReduceOp.AVERAGE
         self.memory = ParameterMemory(named, options.router, averages, process_set, predivide)
         self.in_flight = False
         self.renewed = False  # whether backward has run since the last ``synchronize``
         self.passes = passes
-        self.cure = ""  # for gradients that were changed too early, also where one rank trains
+        self._left = dict.fromkeys(named, passes)
         self._op, self._predivide = op, predivide
         self._process_set = process_set
         self._cohorts = {name: str(i) for i, names in enumerate(groups) for name in names}
-        self._left = dict.fromkeys(named, passes)
-        self._elastic = is_elastic()
-        self._engine: Engine | None = None  # in an elastic job: where gradients are declared
-        self._label = "" if self._elastic else self._new_label()
-        self._title, self._shown = title, ""  # the latter is numbered, and as long as the label
         self._sparse_as_dense = options.sparse_as_dense
-        self._rows = self._new_rows()
-        self._handed = Handed(op)
         self._results: Mapping[str, torch.Tensor] = {}  # where to deliver
+        self._cure = ""  # for gradients that were changed too early, also where one rank trains
         self._hooks = GradHooks(self, named)
         self._reduction, self._unscaling = options.policy.reduction, unscaling
         if unscaling is not None:
             self.memory.keep_steps()
+        self._title = title
         self._group: Group | None = None
-        self._alike: ListChanges  # between steps, of what ranks have to do alike
-        self._declarations = 0  # under the present label
+        self._agreement: StepAgreement  # of the group's steps
         self._declared: dict[str, Compressor] = {}  # with what, by parameter
         self._finalizer: Any = None
         self._alone = False  # whether it is known that nobody else reduces
-        self.awaits = True  # a first gradient; False where no backward pass brings them
+        self._awaits = True  # a first gradient
         self._owing = False  # whether ranks that are no more have left residuals to this one
-        self._included = process_set.included()
+        self._elastic = is_elastic()
+        self._engine: Engine | None = None  # in an elastic job: where gradients are declared
+        self._begin_epoch("" if self._elastic else self._new_label())
         warn_of_unmatched(options.router, named)
         self._start = 0 if before is None else self._inherit(before)  # steps before the group's
         if not self._elastic:
             self._declare(self._start)
         self._take_over()
 
+    def _begin_epoch(self, label: str) -> None:
+        """Begin with what belongs to one epoch's ranks; ``label`` is its name, "" for none yet."""
+        self._label, self._shown = label, ""  # the latter is numbered, and as long as the label
+        self._declarations = 0  # under this label
+        self._handed = Handed(self._op)  # nothing of an epoch before: one rank alone hands in none
+        named, sparse_as_dense = self.parameters, self._sparse_as_dense
+        self._rows = SparseGradients(named, label, self._op, self._process_set, sparse_as_dense)
+        self._drift = DriftCheck(self._compared)
+        self._included = self._process_set.included()
+
+    def join_epoch(self) -> None:
+        """In an elastic job: declare the gradients once to each epoch's engine, at the first use.
+
+        Not before: newcomers make their optimizers while the others are elsewhere.
+        """
+        if not self._elastic or self._engine is current().engine:
+            return
+        self._end_step()
+        self._start, self._engine = self.step, current().engine
+        if self._group is not None:
+            self._finalizer.detach()
+        self._group = None
+        self._begin_epoch(self._new_label())
+        self.memory.resize(self._size())
+        self._owing = self._included and self._size() == 1
+        self._declare(self._start)
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce together."""
+        return self._process_set
+
+    @property
+    def included(self) -> bool:
+        """Whether this rank reduces with others."""
+        return self._process_set.included() and self._size() > 1
+
     @property
     def step(self) -> int:
         """How many steps schedules of compressors have seen."""
         return self._start if self._group is None else self._group.step
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How often each parameter's gradient was compressed, and under "" ``step``."""
+        return self.memory.steps | {"": self.step}
+
+    # -- what changes between steps -------------------------------------------------------------
+
+    def refuse_mid_step(self, what: str) -> None:
+        """Raise RuntimeError, which says ``what`` cannot be, while gradients are being reduced."""
+        if self.in_flight:
+            raise RuntimeError(f"{what} between backward() and step()")
 
     def set_compression(self, compression: Spec | Routes) -> None:
         """Compress differently from the next step on. Collective; RuntimeError during a step.
@@ -166,25 +212,20 @@ class Reducer:
         self.passes = passes
         self._left = dict.fromkeys(self.parameters, passes)
 
-    def refuse_mid_step(self, what: str) -> None:
-        """Raise RuntimeError, which says ``what`` cannot be, while gradients are being reduced."""
-        if self.in_flight:
-            raise RuntimeError(f"{what} between backward() and step()")
-
-    def forget_passes(self) -> None:
-        """Begin to count backward passes anew: what they left was discarded."""
-        if not self.in_flight:
-            self._left = dict.fromkeys(self.parameters, self.passes)
-            self._handed.clear()
-            self.renewed = False
-            if self._group is not None:
-                self._group.acknowledge()
-
     def restart(self, step: int) -> None:
         """Let schedules go on at ``step``, which has to be the same on every rank."""
         self._start = step
         if self._group is not None:
             self._group.restart(step)
+
+    def align(self, steps: Mapping[str, int]) -> None:
+        """Count as another rank does: shared random numbers and schedules depend on it."""
+        self.memory.align({name: n for name, n in steps.items() if name in self.parameters})
+        self.restart(int(steps.get("", 0)))
+
+    def expect_no_backward(self) -> None:
+        """Note that no backward pass brings gradients: without any there is nothing to warn of."""
+        self._awaits = False
 
     def load(self, kept: Mapping[str, Any] | None) -> None:
         """Go on with what this rank saved: see ``ParameterMemory.load``."""
@@ -195,32 +236,18 @@ class Reducer:
         self._restored(self.memory.load_shards(shards) if shards else self.memory.load(None))
         self._owing = self._included and self._size() == 1
 
-    @property
-    def process_set(self) -> ProcessSet:
-        """The ranks that reduce together."""
-        return self._process_set
+    def _restored(self, step: int) -> None:
+        for name, place in self._handed.places.items():
+            current().engine.bring(self.memory.states[name], place)
+        self.restart(step)
 
-    @property
-    def included(self) -> bool:
-        """Whether this rank reduces with others."""
-        return self._process_set.included() and self._size() > 1
-
-    @property
-    def steps(self) -> dict[str, int]:
-        """How often each parameter's gradient was compressed, and under "" ``step``."""
-        return self.memory.steps | {"": self.step}
-
-    def align(self, steps: Mapping[str, int]) -> None:
-        """Count as another rank does: shared random numbers and schedules depend on it."""
-        self.memory.align({name: n for name, n in steps.items() if name in self.parameters})
-        self.restart(int(steps.get("", 0)))
-
-    def deliver(self, results: Mapping[str, torch.Tensor]) -> None:
+    def deliver(self, results: Mapping[str, torch.Tensor], cure: str) -> None:
         """Let results go to ``results`` (float32, of the parameters' shapes), by name.
 
         Those of gradients that are elsewhere than in host memory, or travel as rows, stay there.
+        ``cure`` says what to do instead of changing a gradient before it is reduced.
         """
-        self._results = results
+        self._results, self._cure = results, cure
         self._place_results()
 
     def delivered(self, name: str) -> torch.Tensor | None:
@@ -237,433 +264,7 @@ class Reducer:
         """Whether all that is ``unscaled`` is finite."""
         return self._group is None or self._group.finite
 
-    def synchronize(
-        self,
-        param_groups: list[dict[str, Any]],
-        settings: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Reduce what no hook handed in (as zeros if there is no gradient), and wait for all.
-
-        Ranks compare the settings in ``param_groups``, or in the groups ``settings``.
-        Raises RuntimeError if another reducer has the parameters now, or if ``param_groups`` holds
-        one with a gradient that was never this reducer's: each rank would update it on its own.
-        So where a gradient was changed since backward. Then the step is given up on all ranks, or
-        the next one, where all have reduced this one already.
-        """
-        if self._hooks.retired:
-            raise RuntimeError(
-                "another DistributedOptimizer was made for the same parameters; use that one"
-            )
-        self.join_epoch()
-        cure = "wrap the original optimizer again, on all ranks; residuals stay"
-        try:
-            refuse_strays(param_groups, self._hooks, "DistributedOptimizer", cure)
-        except RuntimeError as error:
-            raise self.given_up(error) from None
-        changed = self._handed.changed(self.parameters)
-        self._warn_without_gradients()
-        if self._group is None:
-            self._synchronize_alone(changed)
-            return
-        if changed is not None:
-            why = self._too_early(changed)
-            self._give_up(why)
-            raise RuntimeError(why)
-        alike = self._hand_in_rest(self._group)
-        self._collect(self._group)
-        self._settle(alike)
-        if self._rows.choose(self._handed.rows):
-            self._declare(self.step)
-        groups = param_groups if settings is None else settings
-        self._drift.look(groups, self._counted, self._label, self._process_set)
-
-    def refuse_in_flight(self, cure: str) -> None:
-        """Raise RuntimeError while gradients are being reduced: others may take the step."""
-        if self.in_flight:
-            raise RuntimeError(
-                "zero_grad() between backward() and step(): the gradients are being reduced. "
-                f"{cure}"
-            )
-
-    def refuse_unsynchronized(self, masters: bool) -> None:
-        """Raise RuntimeError, and give the step up, if gradients were not waited for.
-
-        They are each rank's own, or half reduced. On one rank alone they are whole, but ``masters``
-        have not got them.
-        """
-        if not self.renewed or (self._group is None and not masters):
-            return
-        why = (
-            "step() inside skip_synchronize(), but backward() has run since the last "
-            "synchronize(): call optimizer.synchronize() after backward(), or step() without "
-            "skip_synchronize(). The step is given up, on all ranks; zero_grad() begins the next "
-            "one"
-        )
-        if self._group is not None:
-            self._give_up(why)
-        raise RuntimeError(why)
-
-    def abandon(self, why: str) -> None:
-        """Give up the step at hand on all ranks: see ``Group.abandon``."""
-        if self._group is None:
-            return
-        if not self.in_flight:
-            if self._group.abandon(why):
-                self._gather_nothing()
-            return
-        for name in self._rows.missing():
-            self._rows.gather(name)
-        self._group.abandon(why)  # or the step was reduced already: then it can still be taken
-        for handle in self._reset():
-            handle.forget()
-
-    def give_way(self, why: str) -> None:
-        """Give up the step that begins now, so that all ranks come to ``compare``; ``why`` is told.
-
-        The others hear of it from ``synchronize``, as StepAbandoned.
-        """
-        self.join_epoch()
-        if self._group is not None:
-            self._group.acknowledge()
-            self._group.abandon(why)
-            self._gather_nothing()
-
-    def compare(self, what: str, items: Sequence[tuple[str, str]], cure: str) -> None:
-        """Raise Mismatch on all ranks, with the ``cure``, unless all have ``items``. Collective."""
-        if self._group is not None:
-            agree(what, f"{self._label}.turn{self._group.turn}", items, self._process_set, cure)
-
-    def agreed(self, loss: Any) -> Any:
-        """Return a closure's ``loss`` reduced like the gradients, so that all ranks see one value.
-
-        Line searches decide by it how often they evaluate, which must not differ between ranks.
-        """
-        if self._group is None:
-            return loss
-        name, process_set = f"{self._label}.loss", self._process_set
-        if isinstance(loss, torch.Tensor):
-            return allreduce(loss.detach(), name=name, op=self._op, process_set=process_set)
-        if isinstance(loss, SupportsFloat) and not getattr(loss, "ndim", 0):  # NumPy's, too
-            wide = torch.tensor(float(loss), dtype=torch.float64)
-            return allreduce(wide, name=name, op=self._op, process_set=process_set).item()
-        return loss
-
-    def undo(self) -> None:
-        """Forget what the last step, which is skipped, has changed in what compressors remember."""
-        self.memory.undo()
-        self._owing = self._included and self._group is None
-
-    def take_back(self) -> None:
-        """Forget the step at hand, which has failed: compressors remember what was before it."""
-        self.leave_step()
-        self.memory.take_back()
-
-    def leave_step(self) -> None:
-        """End the step at hand, if there is one: another optimizer's failed meanwhile."""
-        if self._group is not None and self._group.in_step:
-            self._end("the state goes back to what it was")
-        self._end_step()
-
-    def join_epoch(self) -> None:
-        """In an elastic job: declare the gradients once to each epoch's engine, at the first use.
-
-        Not before: newcomers make their optimizers while the others are elsewhere.
-        """
-        if not self._elastic or self._engine is current().engine:
-            return
-        self._start, self._engine = self.step, current().engine
-        self._label, self._shown, self._declarations = self._new_label(), "", 0
-        for handle in self._reset():
-            handle.forget()
-        if self._group is not None:
-            self._finalizer.detach()
-        self._group = None
-        self._handed = Handed(self._op)  # nothing of the last epoch: one rank alone hands in none
-        self._rows = self._new_rows()
-        self._included = self._process_set.included()
-        self.memory.resize(self._size())
-        self._owing = self._included and self._size() == 1
-        self._drift = DriftCheck(self._compared)
-        self._declare(self._start)
-
-    def given_up(self, error: RuntimeError) -> RuntimeError:
-        """Give the step up on all ranks, if others take part; return ``error``, which says so."""
-        if self._group is None:
-            return error
-        why = f"{error}. The step is given up, on all ranks"
-        self._give_up(why)
-        return RuntimeError(why)
-
-    # -- inside ---------------------------------------------------------------------------------
-
-    def _restored(self, step: int) -> None:
-        for name, place in self._handed.places.items():
-            current().engine.bring(self.memory.states[name], place)
-        self.restart(step)
-
-    def _synchronize_alone(self, changed: str | None) -> None:
-        """End a step of which nothing travels; RuntimeError where a gradient has ``changed``."""
-        self._handed.clear()
-        self.renewed = False
-        if changed is not None and self.cure:
-            raise RuntimeError(self._too_early(changed))
-        self.memory.began()
-        if self._owing:
-            self._pay_back()
-        self.memory.ended()
-
-    def _hand_in_rest(self, group: Group) -> _Alike:
-        """Hand in what no hook has; return what ranks have to do alike in this step."""
-        with self._abandoning():
-            self._submit(group.due())
-            missing = group.missing()
-        unused = (*missing, *self._rows.missing())
-        frozen = tuple(name for name in unused if not self.parameters[name].requires_grad)
-        alike = _Alike(frozen, self.memory.loaded_in_common, self.memory.recounted)
-        self._alike.begin(alike, group.turn)
-        with self._abandoning():
-            self._submit(missing)
-            for name in self._rows.missing() if self._rows.dims else []:
-                self._gather(name, self.parameters[name])
-        return alike
-
-    @contextlib.contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """Give the step up, on all ranks, where the block raises."""
-        try:
-            yield
-        except Exception as error:
-            self.abandon(f"{type(error).__name__}: {error}")
-            raise
-
-    def _collect(self, group: Group) -> None:
-        """Wait for the results, and put them where they belong."""
-        turn = group.turn
-        try:
-            group.wait()
-            if self._rows.dims:
-                self._rows.collect()
-            self._handed.put()
-            self._handed.make_sparse(self.parameters)
-            self.memory.ended()
-        except BaseException as error:
-            # What is interrupted while it waits can be waited for again, and must be.
-            if isinstance(error, Exception) or group.turn != turn:
-                self._end_step()
-            raise
-        self._end_step()
-
-    def _settle(self, alike: _Alike) -> None:
-        """Go on from a step that was reduced; Mismatch where ranks were not ``alike`` in it."""
-        differs = self._alike.changed  # on some rank, which would go on with another model
-        self._alike.end()
-        if differs:
-            self._share_sparse()
-            self._agree_on(alike)
-        self.memory.agreed()
-        self._alike.end(_Alike(alike.frozen))
-
-    def _pay_back(self) -> None:
-        """Add what ranks held back to gradients: the one that is left sends nothing."""
-        self._owing = False
-        for name, residual in self.memory.take_residuals(self.parameters).items():
-            p = self.parameters[name]
-            owed = torch.as_tensor(residual, device=p.device).reshape(p.shape) * self._predivide
-            with torch.no_grad():
-                grad = torch.zeros_like(p) if p.grad is None else p.grad
-                p.grad = (owed + grad).to(p.dtype)
-
-    def _place_results(self) -> None:
-        handed = self._handed
-        there = {n: r for n, r in self._results.items() if handed.places.get(n) == HOST}
-        handed.results = there
-
-    def _size(self) -> int:
-        return self._process_set.size()
-
-    def _new_label(self) -> str:
-        return current().unnamed("DistributedOptimizer", self._process_set.process_set_id or 0)
-
-    def _new_rows(self) -> SparseGradients:
-        named, label, sparse_as_dense = self.parameters, self._label, self._sparse_as_dense
-        return SparseGradients(named, label, self._op, self._process_set, sparse_as_dense)
-
-    def _declare(self, step: int = 0) -> None:
-        runtime = current()
-        self._declared = self.memory.compressors()
-        for name, p in self.parameters.items():
-            check(p, f"parameter {name!r}")
-        if self._size() == 1 or not self._included:
-            return
-        self._handed.places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
-        self._place_results()
-        names = [name for name in self.parameters if name not in self._rows.dims]
-        carried = [self._carried(name) for name in names]
-        # Declared even without parameters: a rank that has some has to hear of it.
-        requests = [self._request(n, *each) for n, each in zip(names, carried, strict=True)]
-        compressors = [compressor for compressor, _ in carried]
-        states, number = [self.memory.states[name] for name in names], self._process_set.number()
-        # Before others know that all have declared: one of them may tell of a change at once.
-        self._declarations += 1
-        label = f"{self._label}.{self._declarations}"
-        self._alike = ListChanges(runtime, label, number, _Alike())
-        early = len(set(runtime.topology.hosts)) > 1  # on one host a bucket more hides no wire
-        declared = self._label, requests, compressors, states
-        self._go_on_with(runtime.engine.declare(*declared, step, number, early), runtime)
-
-    def _request(self, name: str, compressor: Compressor, collective: str) -> Request:
-        """Return what is declared of a parameter's gradient."""
-        p = self.parameters[name]
-        return Request(
-            name,
-            "allreduce",
-            dtype_of(p),
-            tuple(p.shape),
-            self._op,
-            str(compressor),
-            collective,
-            prescale=1.0 / self._predivide,
-            postscale=self._predivide,
-            process_set=self._process_set.number(),
-            group=self._cohorts.get(name, ""),
-            place=self._handed.places[name],
-            edition=edition(compressor),
-        )
-
-    def _go_on_with(self, group: Group, runtime: Runtime) -> None:
-        """Reduce by ``group`` from now on, and let the engine forget the one before."""
-        self._shown = self._shown or runtime.title(self._title)
-        runtime.engine.entitle(group, self._shown)
-        if self._group is not None:
-            self._finalizer.detach()
-            runtime.engine.release(self._group)
-        group.unscale(self._unscaling)
-        self._group = group if self.parameters else None
-        self._finalizer = weakref.finalize(self, runtime.engine.release, group)
-
-    def _inherit(self, before: Reducer) -> int:
-        """Go on with what ``before`` remembers of the same parameters; return the step."""
-        memory, old = self.memory, before.memory
-        memory.among, memory.owes = old.among, old.owes
-        memory.note(old.loaded)
-        if before._process_set is not self._process_set or before._op is not self._op:
-            return before.step
-        if before.in_flight:  # such as a step that was refused because parameters were added
-            before._end()
-        scales = [1.0 if r._unscaling is None else r._unscaling.scale for r in (self, before)]
-        memory.inherit(old, scales[0] / scales[1])
-        return before.step
-
-    def _carried(self, name: str) -> tuple[Compressor, str]:
-        p, number = self.parameters[name], self._process_set.number()
-        dtype = dtype_of(p)
-        exact = current().engine.sums_in_float32(dtype, number)
-        compressor = self.memory.compressor_of(name)
-        return carrier(compressor, dtype, p.numel(), self._reduction, exact)
-
-    def _share_sparse(self) -> None:
-        """Learn which gradients any rank had sparse in this step, or before it. Collective."""
-        own = self._handed.sparse_now()
-        marks = torch.tensor([1 + own.get(name, -1) for name in self.parameters])
-        label = f"{self._label}.step{self._alike.call}.sparse"
-        marks = allreduce(marks, name=label, op=ReduceOp.MAX, process_set=self._process_set)
-        found = zip(self.parameters, marks.tolist(), strict=True)
-        self._handed.rows = {name: int(mark) - 1 for name, mark in found if mark}
-        self._handed.make_sparse(self.parameters)
-
-    def _agree_on(self, alike: _Alike) -> None:
-        """Raise Mismatch on all ranks unless all freeze, have loaded, and count, the same.
-
-        Collective.
-        """
-        frozen, loaded, _ = alike
-        label, ranks = f"{self._label}.step{self._alike.call}", self._process_set
-        counted = self.memory.counts_in_common()
-        if counted:
-            counted.append(("in all", self.step))  # by which schedules go
-        if told_alike((frozen, loaded, counted), f"{label}.alike", ranks):
-            return
-        agree("frozen parameters", f"{label}.frozen", [(n, "") for n in frozen], ranks, _FREEZE)
-        counts = [(name, str(n)) for name, n in counted]
-        try:
-            agree("factors or estimates that were loaded", label, loaded, ranks, _LOADED)
-            agree("steps that compressors have counted", f"{label}.steps", counts, ranks, _LOADED)
-        except Mismatch:
-            self._align_all(f"{label}.aligned")
-            self.memory.forget_in_common(self.memory.states)
-            self.memory.agreed()
-            self._alike.end(_Alike(alike.frozen))
-            raise
-
-    def _align_all(self, label: str) -> None:
-        """Count on from the last step of any rank. Collective."""
-        what, fits = "how often gradients were compressed", _are_counts
-        furthest: dict[str, int] = {}
-        for steps in json_exchange.gather(self._counted(), label, self._process_set, what, fits):
-            furthest |= {name: max(n, furthest.get(name, 0)) for name, n in steps.items()}
-        self.align(furthest)
-
-    def _counted(self) -> dict[str, int]:
-        return {"": self.step, **self.memory.steps}
-
-    def _too_early(self, name: str) -> str:
-        return (
-            f"the gradient of {name!r} was changed between backward() and synchronize() or step(), "
-            f"when it is being reduced: {self.cure or _CLIP}. A second backward() changes it too. "
-            "The step is given up, on all ranks; zero_grad() begins the next one"
-        )
-
-    def _give_up(self, why: str) -> None:
-        """Give up the step at hand on all ranks, or the next one if this one was reduced."""
-        assert self._group is not None
-        if not self._end(why):
-            self._group.disown()  # what somebody wrote into the results is no damage
-            self._group.acknowledge()
-            with contextlib.suppress(RingError):
-                self._group.abandon(why)
-                self._gather_nothing()
-
-    def _gather_nothing(self) -> None:
-        """Take part in gathering the rows of a step that was given up before it began here."""
-        for name in self._rows.missing():
-            self._rows.gather(name, nothing=True)
-        for handle in self._rows.release():
-            handle.forget()
-
-    def _end(self, why: str = "the optimizer was wrapped again") -> bool:
-        """End the step at hand, whose results are not used; False if all ranks had reduced it."""
-        assert self._group is not None
-        try:
-            self.abandon(why)
-        except RuntimeError:
-            with contextlib.suppress(RingError):
-                self._group.wait()
-            self._end_step()
-            return False
-        return True
-
-    def _begin(self) -> None:
-        if not self.in_flight and (self.memory.loaded_in_common or self.memory.recounted):
-            assert self._group is not None
-            self._alike.tell(self._group.turn)  # first: with what is handed in, others may end it
-        self.memory.began(fresh=not self.in_flight)
-        self.in_flight = True
-
-    def _warn_without_gradients(self) -> None:
-        """Warn in the first step if no parameter has a gradient: the model may have others."""
-        if not self.awaits:
-            return
-        self.awaits = False
-        there = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if self.renewed or self._group is None or any(not is_zero(grad) for grad in there):
-            return
-        warnings.warn(
-            f"backward() has given none of the {len(self.parameters)} parameter(s) of this "
-            "DistributedOptimizer a gradient on this rank before its first step(). If the model "
-            "has other parameters by now, make the optimizer of those: fully_shard, for one, "
-            "replaces them (and hvd.compress_fsdp reduces them, with the bare optimizer)",
-            stacklevel=outside(),
-        )
+    # -- a step, from gradients to results ------------------------------------------------------
 
     def _take_over(self) -> None:
         self._hooks.take_over()
@@ -699,8 +300,8 @@ class Reducer:
             )
         group = self._group
         assert group is not None
-        if name in self._alike.last.frozen:
-            self._alike.tell(group.turn)  # first: with this, others may end the step
+        if name in self._agreement.frozen:
+            self._agreement.tell_news(group.turn)
         if name in self._rows.dims:
             self._gather(name, p)
             return
@@ -728,7 +329,7 @@ class Reducer:
         assert self._group is not None
         tensors = self._handed.take(names, self.parameters, arriving)
         if self._handed.is_news(names):
-            self._alike.tell(self._group.turn)  # first: with these, others may end the step
+            self._agreement.tell_news(self._group.turn)
         self._begin()
         try:
             self._group.submit_all(tensors)
@@ -737,6 +338,13 @@ class Reducer:
                 f"{self._converted(names) or error}. A model is converted, as by .double(), before "
                 "DistributedOptimizer is made for it"
             ) from None
+
+    def _begin(self) -> None:
+        if not self.in_flight and (self.memory.loaded_in_common or self.memory.recounted):
+            assert self._group is not None
+            self._agreement.tell_news(self._group.turn)
+        self.memory.began(fresh=not self.in_flight)
+        self.in_flight = True
 
     def _converted(self, names: Sequence[str]) -> str | None:
         """Return which of ``names`` has another dtype now than it was declared with, if any."""
@@ -747,17 +355,356 @@ class Reducer:
                 return f"parameter {name!r} is {now} now, and was {then} when it was wrapped"
         return None
 
-    def _end_step(self) -> None:
-        for handle in self._reset():
+    def synchronize(
+        self,
+        param_groups: list[dict[str, Any]],
+        settings: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Reduce what no hook handed in (as zeros if there is no gradient), and wait for all.
+
+        Ranks compare the settings in ``param_groups``, or in the groups ``settings``.
+        Raises RuntimeError if another reducer has the parameters now, or if ``param_groups`` holds
+        one with a gradient that was never this reducer's: each rank would update it on its own.
+        So where a gradient was changed since backward. Then the step is given up on all ranks, or
+        the next one, where all have reduced this one already.
+        """
+        if self._hooks.retired:
+            raise RuntimeError(
+                "another DistributedOptimizer was made for the same parameters; use that one"
+            )
+        self.join_epoch()
+        cure = "wrap the original optimizer again, on all ranks; residuals stay"
+        try:
+            refuse_strays(param_groups, self._hooks, "DistributedOptimizer", cure)
+        except RuntimeError as error:
+            raise self.give_up_because(error) from None
+        changed = self._handed.changed(self.parameters)
+        self._warn_without_gradients()
+        if self._group is None:
+            self._synchronize_alone(changed)
+            return
+        if changed is not None:
+            why = self._too_early(changed)
+            self._give_up(why)
+            raise RuntimeError(why)
+        self._hand_in_rest(self._group)
+        self._collect(self._group)
+        self._settle()
+        if self._rows.choose(self._handed.rows):
+            self._declare(self.step)
+        groups = param_groups if settings is None else settings
+        self._drift.look(groups, lambda: self.steps, self._label, self._process_set)
+
+    def _synchronize_alone(self, changed: str | None) -> None:
+        """End a step of which nothing travels; RuntimeError where a gradient has ``changed``."""
+        self._handed.clear()
+        self.renewed = False
+        if changed is not None and self._cure:
+            raise RuntimeError(self._too_early(changed))
+        self.memory.began()
+        if self._owing:
+            self._owing = False
+            self.memory.pay_back()
+        self.memory.ended()
+
+    def _warn_without_gradients(self) -> None:
+        """Warn in the first step if no parameter has a gradient: the model may have others."""
+        if not self._awaits:
+            return
+        self._awaits = False
+        there = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if self.renewed or self._group is None or any(not is_zero(grad) for grad in there):
+            return
+        warnings.warn(
+            f"backward() has given none of the {len(self.parameters)} parameter(s) of this "
+            "DistributedOptimizer a gradient on this rank before its first step(). If the model "
+            "has other parameters by now, make the optimizer of those: fully_shard, for one, "
+            "replaces them (and hvd.compress_fsdp reduces them, with the bare optimizer)",
+            stacklevel=outside(),
+        )
+
+    def _hand_in_rest(self, group: Group) -> None:
+        """Hand in what no hook has."""
+        with self._abandoning():
+            self._submit(group.due())
+            missing = group.missing()
+        unused = (*missing, *self._rows.missing())
+        frozen = tuple(name for name in unused if not self.parameters[name].requires_grad)
+        self._agreement.begin(frozen, group.turn)
+        with self._abandoning():
+            self._submit(missing)
+            for name in self._rows.missing() if self._rows.dims else []:
+                self._gather(name, self.parameters[name])
+
+    @contextlib.contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Give the step up, on all ranks, where the block raises."""
+        try:
+            yield
+        except Exception as error:
+            self.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _collect(self, group: Group) -> None:
+        """Wait for the results, and put them where they belong."""
+        turn = group.turn
+        try:
+            group.wait()
+            if self._rows.dims:
+                self._rows.collect()
+            self._handed.put()
+            self._handed.make_sparse(self.parameters)
+            self.memory.ended()
+        except BaseException as error:
+            # What is interrupted while it waits can be waited for again, and must be.
+            if isinstance(error, Exception) or group.turn != turn:
+                self._end_step()
+            raise
+        self._end_step()
+
+    def _settle(self) -> None:
+        """Go on from a step that was reduced; Mismatch where ranks have not done alike in it."""
+        agreement = self._agreement
+        if agreement.end():  # some rank would go on with another model
+            label, ranks = f"{agreement.label}.sparse", self._process_set
+            self._handed.share_rows(self.parameters, label, ranks)
+            agreement.compare(self.steps, self.align)
+        agreement.settle()
+
+    def agreed(self, loss: Any) -> Any:
+        """Return a closure's ``loss`` reduced like the gradients, so that all ranks see one value.
+
+        Line searches decide by it how often they evaluate, which must not differ between ranks.
+        """
+        if self._group is None:
+            return loss
+        name, process_set = f"{self._label}.loss", self._process_set
+        if isinstance(loss, torch.Tensor):
+            return allreduce(loss.detach(), name=name, op=self._op, process_set=process_set)
+        if isinstance(loss, SupportsFloat) and not getattr(loss, "ndim", 0):  # NumPy's, too
+            wide = torch.tensor(float(loss), dtype=torch.float64)
+            return allreduce(wide, name=name, op=self._op, process_set=process_set).item()
+        return loss
+
+    def compare(self, what: str, items: Sequence[tuple[str, str]], cure: str) -> None:
+        """Raise Mismatch on all ranks, with the ``cure``, unless all have ``items``. Collective."""
+        if self._group is not None:
+            agree(what, f"{self._label}.turn{self._group.turn}", items, self._process_set, cure)
+
+    # -- a step that ends otherwise: see the table above ----------------------------------------
+
+    def refuse_in_flight(self, cure: str) -> None:
+        """Raise RuntimeError while gradients are being reduced: others may take the step."""
+        if self.in_flight:
+            raise RuntimeError(
+                "zero_grad() between backward() and step(): the gradients are being reduced. "
+                f"{cure}"
+            )
+
+    def refuse_unsynchronized(self, masters: bool) -> None:
+        """Raise RuntimeError, and give the step up, if gradients were not waited for.
+
+        They are each rank's own, or half reduced. On one rank alone they are whole, but ``masters``
+        have not got them.
+        """
+        if not self.renewed or (self._group is None and not masters):
+            return
+        why = (
+            "step() inside skip_synchronize(), but backward() has run since the last "
+            "synchronize(): call optimizer.synchronize() after backward(), or step() without "
+            "skip_synchronize(). The step is given up, on all ranks; zero_grad() begins the next "
+            "one"
+        )
+        if self._group is not None:
+            self._give_up(why)
+        raise RuntimeError(why)
+
+    def _too_early(self, name: str) -> str:
+        return (
+            f"the gradient of {name!r} was changed between backward() and synchronize() or step(), "
+            f"when it is being reduced: {self._cure or _CLIP}. A second backward() changes it too. "
+            "The step is given up, on all ranks; zero_grad() begins the next one"
+        )
+
+    def abandon(self, why: str) -> None:
+        """Give up the step at hand on all ranks: see ``Group.abandon``."""
+        if self._group is None:
+            return
+        if not self.in_flight:
+            if self._group.abandon(why):
+                self._gather_nothing()
+            return
+        for name in self._rows.missing():
+            self._rows.gather(name)
+        self._group.abandon(why)  # or the step was reduced already: then it can still be taken
+        self._end_step()
+
+    def give_up_because(self, error: RuntimeError) -> RuntimeError:
+        """Give the step up on all ranks, if others take part; return ``error``, which says so."""
+        if self._group is None:
+            return error
+        why = f"{error}. The step is given up, on all ranks"
+        self._give_up(why)
+        return RuntimeError(why)
+
+    def give_way(self, why: str) -> None:
+        """Give up the step that begins now, so that all ranks come to ``compare``; ``why`` is told.
+
+        The others hear of it from ``synchronize``, as StepAbandoned.
+        """
+        self.join_epoch()
+        if self._group is not None:
+            self._give_up_next(self._group, why)
+
+    def leave_step(self) -> None:
+        """End the step at hand, if there is one: another optimizer's failed meanwhile."""
+        if self._group is not None and self._group.in_step:
+            self._drop_step("the state goes back to what it was")
+        self._end_step()
+
+    def take_back(self) -> None:
+        """Forget the step at hand, which has failed: compressors remember what was before it."""
+        self.leave_step()
+        self.memory.take_back()
+
+    def undo(self) -> None:
+        """Forget what the last step, which is skipped, has changed in what compressors remember."""
+        self.memory.undo()
+        self._owing = self._included and self._group is None
+
+    def forget_passes(self) -> None:
+        """Begin to count backward passes anew: what they left was discarded."""
+        if not self.in_flight:
+            self._left = dict.fromkeys(self.parameters, self.passes)
+            self._handed.clear()
+            self.renewed = False
+            if self._group is not None:
+                self._group.acknowledge()
+
+    def _give_up(self, why: str) -> None:
+        """Give up the step at hand on all ranks, or the next one if this one was reduced."""
+        assert self._group is not None
+        if not self._drop_step(why):
+            self._group.disown()  # what somebody wrote into the results is no damage
+            with contextlib.suppress(RingError):
+                self._give_up_next(self._group, why)
+
+    def _drop_step(self, why: str) -> bool:
+        """Give up the step at hand; False if all ranks had reduced it. Its results are not used."""
+        assert self._group is not None
+        try:
+            self.abandon(why)
+        except RuntimeError:
+            with contextlib.suppress(RingError):
+                self._group.wait()
+            self._end_step()
+            return False
+        return True
+
+    def _give_up_next(self, group: Group, why: str) -> None:
+        """Give up, on all ranks, a step of which this rank has handed in nothing."""
+        group.acknowledge()
+        group.abandon(why)
+        self._gather_nothing()
+
+    def _gather_nothing(self) -> None:
+        """Take part in gathering the rows of a step that was given up before it began here."""
+        for name in self._rows.missing():
+            self._rows.gather(name, nothing=True)
+        for handle in self._rows.release():
             handle.forget()
 
-    def _reset(self) -> list[SparseHandle]:
-        """Begin a new step; return what was being gathered."""
+    def _end_step(self) -> None:
+        """Let the next step begin; nobody waits any longer for what this one was gathering."""
         self.in_flight = self.renewed = False
         self._left = dict.fromkeys(self.parameters, self.passes)
         self._handed.clear()
-        return self._rows.release() if self._rows.dims else []
+        for handle in self._rows.release():
+            handle.forget()
 
+    # -- declaring gradients --------------------------------------------------------------------
 
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(n, int) for n in value.values())
+    def _declare(self, step: int) -> None:
+        """Declare the gradients, whose schedules go on at ``step``, with the present engine."""
+        runtime = current()
+        self._declared = self.memory.compressors()
+        for name, p in self.parameters.items():
+            check(p, f"parameter {name!r}")
+        if self._size() == 1 or not self._included:
+            return
+        self._handed.places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
+        self._place_results()
+        names = [name for name in self.parameters if name not in self._rows.dims]
+        carried = [self._carried(name) for name in names]
+        # Declared even without parameters: a rank that has some has to hear of it.
+        requests = [self._request(n, *each) for n, each in zip(names, carried, strict=True)]
+        compressors = [compressor for compressor, _ in carried]
+        states, number = [self.memory.states[name] for name in names], self._process_set.number()
+        # Before others know that all have declared: one of them may tell of a change at once.
+        self._declarations += 1
+        which, ranks = (self._label, self._declarations), self._process_set
+        self._agreement = StepAgreement(runtime, *which, self.memory, ranks)
+        early = len(set(runtime.topology.hosts)) > 1  # on one host a bucket more hides no wire
+        declared = self._label, requests, compressors, states
+        self._go_on_with(runtime.engine.declare(*declared, step, number, early), runtime)
+
+    def _request(self, name: str, compressor: Compressor, collective: str) -> Request:
+        """Return what is declared of a parameter's gradient."""
+        p = self.parameters[name]
+        return Request(
+            name,
+            "allreduce",
+            dtype_of(p),
+            tuple(p.shape),
+            self._op,
+            str(compressor),
+            collective,
+            prescale=1.0 / self._predivide,
+            postscale=self._predivide,
+            process_set=self._process_set.number(),
+            group=self._cohorts.get(name, ""),
+            place=self._handed.places[name],
+            edition=edition(compressor),
+        )
+
+    def _carried(self, name: str) -> tuple[Compressor, str]:
+        p, number = self.parameters[name], self._process_set.number()
+        dtype = dtype_of(p)
+        exact = current().engine.sums_in_float32(dtype, number)
+        compressor = self.memory.compressor_of(name)
+        return carrier(compressor, dtype, p.numel(), self._reduction, exact)
+
+    def _go_on_with(self, group: Group, runtime: Runtime) -> None:
+        """Reduce by ``group`` from now on, and let the engine forget the one before."""
+        self._shown = self._shown or runtime.title(self._title)
+        runtime.engine.entitle(group, self._shown)
+        if self._group is not None:
+            self._finalizer.detach()
+            runtime.engine.release(self._group)
+        group.unscale(self._unscaling)
+        self._group = group if self.parameters else None
+        self._finalizer = weakref.finalize(self, runtime.engine.release, group)
+
+    def _place_results(self) -> None:
+        handed = self._handed
+        there = {n: r for n, r in self._results.items() if handed.places.get(n) == HOST}
+        handed.results = there
+
+    def _inherit(self, before: Reducer) -> int:
+        """Go on with what ``before`` remembers of the same parameters; return the step."""
+        memory, old = self.memory, before.memory
+        memory.among, memory.owes = old.among, old.owes
+        memory.note(old.loaded)
+        if before._process_set is not self._process_set or before._op is not self._op:
+            return before.step
+        if before.in_flight:  # such as a step that was refused because parameters were added
+            before._drop_step("the optimizer was wrapped again")
+        scales = [1.0 if r._unscaling is None else r._unscaling.scale for r in (self, before)]
+        memory.inherit(old, scales[0] / scales[1])
+        return before.step
+
+    def _new_label(self) -> str:
+        return current().unnamed("DistributedOptimizer", self._process_set.process_set_id or 0)
+
+    def _size(self) -> int:
+        return self._process_set.size()

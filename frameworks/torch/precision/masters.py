@@ -31,7 +31,6 @@ class Reductions(Protocol):
     """What masters ask of the reducer that reduces the gradients of a model's parameters."""
 
     parameters: dict[str, torch.nn.Parameter]
-    cure: str
 
     @property
     def memory(self) -> Memory:
@@ -44,8 +43,8 @@ class Reductions(Protocol):
     def undo(self) -> None:
         """Forget what the last step, which is skipped, has changed in what is remembered."""
 
-    def deliver(self, results: Mapping[str, torch.Tensor]) -> None:
-        """Let results go to ``results``, by name."""
+    def deliver(self, results: Mapping[str, torch.Tensor], cure: str) -> None:
+        """Let results go to ``results``, by name; ``cure`` is for gradients changed before."""
 
     def delivered(self, name: str) -> torch.Tensor | None:
         """Return where the last result was delivered to; None if it is in the gradient."""
@@ -101,14 +100,12 @@ class Masters:
         Sums are not rounded to 16 bits for that, and the loss scale is off before a bucket is done.
         """
         named = {name: master for name, (_, master) in self.pairs.items()}
-        reducer.cure = "clip optimizer.master_parameters() after synchronize()"
-        reducer.deliver(
-            {
-                name: torch.empty(master.shape, dtype=torch.float32)
-                for name, master in named.items()
-                if name in reducer.parameters
-            }
-        )
+        results = {
+            name: torch.empty(master.shape, dtype=torch.float32)
+            for name, master in named.items()
+            if name in reducer.parameters
+        }
+        reducer.deliver(results, cure="clip optimizer.master_parameters() after synchronize()")
 
     def of_model(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return parameter ``groups`` of the optimizer with the model's own in masters' places."""

@@ -92,7 +92,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         )
         self._moving = set(self._parameters)  # since the last outer step; the others are frozen
         self.outer: Any = DistributedOptimizer(outer, self._agreed.items(), compression)
-        self._ringlet.awaits = False  # nothing may have moved before the first outer step
+        self._ringlet.expect_no_backward()  # and nothing may move before the first outer step
         self._ringlet.memory.keep_steps()
 
     @property

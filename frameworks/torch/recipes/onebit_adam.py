@@ -81,7 +81,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
         uncompressed = Options(compression="none")
         self._reducer = Reducer(self._carriers, uncompressed, title="OneBitAdam", compared=named)
-        self._reducer.awaits = False  # no backward pass knows carriers
+        self._reducer.expect_no_backward()  # which knows no carriers
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -95,7 +95,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             refuse_strays(self.param_groups, self._names, "OneBitAdam", cure)
             self._refuse_sparse()
         except RuntimeError as error:
-            raise self._reducer.given_up(error) from None
+            raise self._reducer.give_up_because(error) from None
         while not self._reduced():  # another rank has loaded a state, and so on
             self._compare()
         with torch.no_grad():
