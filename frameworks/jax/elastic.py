@@ -119,6 +119,20 @@ class JaxState(ObjectState):
             setattr(self, name, _merged(tree, common[name], numbered))
         super().sync()
 
+    def forget_held(self) -> bool:
+        """Forget what compressors remember, in ``opt_state``."""
+        own = _reductions(self.opt_state)
+        there = any(bool(state.present.any()) for state in own)
+        emptied = [
+            state._replace(
+                present=jnp.zeros_like(state.present),
+                held=jax.tree.map(jnp.zeros_like, state.held),
+            )
+            for state in own
+        ]
+        self.opt_state = _merged(self.opt_state, _shared(self.opt_state), emptied)
+        return there
+
     def _agreed_trees(self) -> list[str]:
         """Return the names of rank 0's trees, and let those of ``kwargs`` be like them. Collective.
 

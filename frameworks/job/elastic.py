@@ -10,6 +10,7 @@ import copy
 import functools
 import hashlib
 import logging
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -21,6 +22,7 @@ from ringlet.fusion.errors import EngineClosed
 from ringlet.job import json_exchange, objects, session, topology
 from ringlet.job.process_sets import InvalidArgument, global_process_set
 from ringlet.job.residual_copies import Copies, Holder, refuse_sets
+from ringlet.ring.callers import outside
 from ringlet.ring.collectives.checksum import checksum
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import PeerLost, RingError
@@ -181,6 +183,7 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
+        self._synchronised = False  # whether this rank has had the state that ranks agreed on
         self._broadcast, self._names = bcast_object, list(kwargs)
         self._saved: dict[str, Any] = {}
         for name, value in kwargs.items():
@@ -207,12 +210,21 @@ class ObjectState(State):
             self._put(name, copy.deepcopy(content))
 
     def sync(self) -> None:
-        """Take over rank 0's objects, and save them. Collective."""
+        """Take over rank 0's objects, and save them. Collective.
+
+        A newcomer to an elastic job forgets what compression held back in a checkpoint that it has
+        loaded: the others pay that.
+        """
         mine = {name: _content(getattr(self, name)) for name in self._plain()}
-        for name, content in self._broadcast(mine).items():
+        began, contents = self._broadcast((self._synchronised, mine))
+        for name, content in contents.items():
             self._put(name, content)
-        if epochs.is_elastic():  # where one is lost now, all are to go back to the same commit
+        if epochs.is_elastic():
+            if began and not self._synchronised and self.forget_held():
+                warn_of_paid()
+            # Where a rank is lost now, all are to go back to the same commit.
             _largest("elastic.synchronised", 0)
+        self._synchronised = True
         self.save()
 
     def keep_steps(self) -> None:
@@ -224,6 +236,13 @@ class ObjectState(State):
     def content(self) -> Any:
         """Return all objects, or their states."""
         return {name: _content(getattr(self, name)) for name in self._names}
+
+    def forget_held(self) -> bool:
+        """Forget what compressors remember on this rank; return whether something was held back.
+
+        How often each tensor was compressed stays known.
+        """
+        return False
 
     def _copied(self, content: Any, room: Any) -> Any:
         """Return a copy of ``content``; ``room`` is the last one of the same state, or None."""
@@ -239,6 +258,15 @@ class ObjectState(State):
             value.load_state_dict(content)
         else:
             setattr(self, name, content)
+
+
+def warn_of_paid() -> None:
+    """Warn a newcomer of what is forgotten of the checkpoint that it has loaded."""
+    warnings.warn(
+        "what compression held back in the checkpoint that this rank has loaded is forgotten: the "
+        "ranks that it joins have gone on from it, and pay it",
+        stacklevel=outside(),
+    )
 
 
 def refuse(what: str, why: str, instead: str) -> None:

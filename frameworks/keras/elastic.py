@@ -121,6 +121,12 @@ class KerasState(ObjectState):
             reducer.enlist()  # before the state is saved: it is of these ranks then
         super().sync()
 
+    def forget_held(self) -> bool:
+        """Forget what compressors remember, of the optimizer and of tapes."""
+        reducers = (*self.holders(), *self._loop_reducers())
+        held = [reducer.memory.forget() for reducer in reducers]
+        return any(held)
+
     def _forget_passes(self) -> None:
         """Let ranks add up gradients from the same pass on: newcomers have seen none."""
         if isinstance(self.optimizer, Reducing):

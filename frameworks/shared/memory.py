@@ -183,11 +183,16 @@ class Memory:
                     forget(state)
         return taken
 
-    def forget(self) -> None:
-        """Forget all that is remembered but how often each tensor was compressed."""
+    def forget(self) -> bool:
+        """Forget all that is remembered but how often each tensor was compressed.
+
+        Return whether something was held back.
+        """
         with self.lock, at_work():
+            held = norm(self.states) > 0
             for state in self.states.values():
                 _put_back(state, {}, _COUNTERS)
+        return held
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals, which are in units of a loss scale that has changed."""

@@ -113,6 +113,11 @@ class TensorFlowState(ObjectState):
             self.session.run(self._broadcast_all)
         super().sync()
 
+    def forget_held(self) -> bool:
+        """Forget what compressors remember, of tapes and of optimizers in a graph."""
+        held = [reducer.memory.forget() for reducer in self._reducers()]
+        return any(held)
+
     def _reducers(self) -> list[GradientReducer]:
         """Return what reduces gradients of the variables: for tapes, and optimizers in a graph."""
         return [*reducers_of(self.variables), *reducers_of_v1(self.variables)]

@@ -24,6 +24,7 @@ from ringlet.jax.gradient_transformation import carrying_over
 from ringlet.jax.held_state import flattened, merge_layouts, nested, store
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.session import current
+from ringlet.ring.rendezvous import epochs
 
 pytestmark = pytest.mark.preloaded("jax")
 
@@ -545,6 +546,35 @@ def case_an_elastic_job_begins_from_a_checkpoint():
     optimizer.update(given, state.opt_state)
 
 
+def case_a_newcomer_to_an_elastic_job_forgets_what_others_pay():
+    """What a checkpoint held back, which they have gone on from."""
+    optimizer = optax.chain(hvd.reduce_gradients("topk(ratio=0.1) | ef"), optax.sgd(1.0))
+    params, told = {"w": jnp.zeros(3000)}, "have gone on from it, and pay it"
+    given = {"w": jnp.asarray(np.random.default_rng(hvd.rank()).normal(size=3000), jnp.float32)}
+    _, saved = optimizer.update(given, optimizer.init(params))
+    state = hvd.elastic.JaxState(params, optimizer)
+    state.opt_state = saved
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(elastic, "is_elastic", lambda: True)
+        patched.setattr(epochs, "is_elastic", lambda: True)
+        state.sync()
+        held = state.held_back()
+        assert held == float(hvd.residual_norm(saved)) > 0  # all have loaded it
+        for _ in range(2):  # before the others have taken a step, and behind one
+            if hvd.rank() == hvd.size() - 1:
+                state = hvd.elastic.JaxState(params, optimizer)
+                state.opt_state = saved
+                with pytest.warns(UserWarning, match=told):
+                    state.sync()
+                held = 0.0
+            else:
+                state.sync()
+            assert state.held_back() == held
+            _, state.opt_state = optimizer.update(given, state.opt_state)
+            held = state.held_back()
+            assert held > 0
+
+
 def _is_ours(value):
     return isinstance(value, hvd.ReduceGradientsState)
 
@@ -777,6 +807,7 @@ SIZES = {
     case_steps_after_join: (2, 3),
     case_a_process_set_of_other_ranks: (3,),
     case_an_elastic_job_begins_from_a_checkpoint: (2,),
+    case_a_newcomer_to_an_elastic_job_forgets_what_others_pay: (2, 3),
     case_the_state_of_another_rank: (2, 3),
     case_init_on_some_ranks_only: (2, 3),
     case_outside_of_the_process_set: (2, 3),

@@ -21,6 +21,7 @@ from ringlet.compressors import Router
 from ringlet.keras.checkpoint import compressor_state, set_compressor_state
 from ringlet.keras.optimizer import Distributed
 from ringlet.keras.value_collectives import variables_equal
+from ringlet.ring.rendezvous import epochs
 from ringlet.shared.arrays import all_finite, numpy_dtype
 from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
@@ -775,6 +776,39 @@ def case_elastic_state():
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(2)]))
     with pytest.raises(ValueError, match="at least 1"):
         hvd.elastic.CommitStateCallback(state, 0)
+
+
+def case_a_newcomer_to_an_elastic_job_forgets_what_others_pay():
+    """What a checkpoint held back, which they have gone on from."""
+    model = made()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.01), compression="topk(ratio=0.1) | ef"
+    )
+    model.compile(optimizer, "mse")
+    fit(model)
+    saved, told = compressor_state(optimizer), "have gone on from it, and pay it"
+    state, held = hvd.elastic.KerasState(model), optimizer.residual_norm()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hvd.elastic, "is_elastic", lambda: True)
+        patched.setattr(epochs, "is_elastic", lambda: True)
+        set_compressor_state(optimizer, saved)
+        state.sync()
+        assert optimizer.residual_norm() == held > 0  # all have loaded it
+        for _ in range(2):  # before the others have taken a step, and behind one
+            if hvd.rank() == 1:
+                set_compressor_state(optimizer, saved)
+                state = hvd.elastic.KerasState(model)
+                with pytest.warns(UserWarning, match=told):
+                    state.sync()
+                held = 0.0
+            else:
+                set_compressor_state(optimizer, compressor_state(optimizer))  # as often as others
+                state.sync()
+            assert optimizer.residual_norm() == held
+            fit(model)
+            held = optimizer.residual_norm()
+            assert held > 0
+    assert variables_equal([*model.weights, *optimizer.variables])
 
 
 def case_passes_end_with_what_is_restored():

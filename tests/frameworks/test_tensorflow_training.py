@@ -19,6 +19,7 @@ from told_warnings import warned
 import ringlet
 import ringlet.tensorflow as hvd
 from ringlet.job.session import current
+from ringlet.ring.rendezvous import epochs
 from ringlet.shared.gradients.loop_reducers import reducers_of
 from ringlet.tensorflow.tape import reducer_of_tape
 
@@ -1100,6 +1101,43 @@ def case_elastic_state():
                 run(state)
             assert (session.run([x, y]), state.batch) == ([[2.0], 1.0], 6)
             assert len(session.graph.get_operations()) == operations
+
+
+def case_a_newcomer_to_an_elastic_job_forgets_what_others_pay():
+    """What a checkpoint held back, which they have gone on from: of a tape."""
+    w = tf.Variable(tf.zeros(3000), name="newcomers")
+    given = np.random.default_rng(hvd.rank()).normal(size=3000).astype(np.float32)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * given)
+        tape = hvd.DistributedGradientTape(tape, compression="topk(ratio=0.1) | ef")
+        w.assign_sub(tape.gradient(loss, [w])[0])
+        return hvd.CompressorState(tape, [w])
+
+    kept, told = step(), "have gone on from it, and pay it"
+    (reducer,), saved = reducers_of([w]), kept.serialize()
+    state = hvd.elastic.TensorFlowState([w])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(epochs, "is_elastic", lambda: True)
+        state.sync()
+        held = reducer.memory.norm()
+        assert held > 0  # all have it
+        for _ in range(2):  # before the others have taken a step, and behind one
+            if hvd.rank() == 1:
+                kept.deserialize(saved)
+                state = hvd.elastic.TensorFlowState([w])
+                with pytest.warns(UserWarning, match=told):
+                    state.sync()
+                held = 0.0
+            else:
+                kept.deserialize(kept.serialize())  # as often as the other rank
+                state.sync()
+            assert reducer.memory.norm() == held
+            step()
+            held = reducer.memory.norm()
+            assert held > 0
+    assert hvd.replicas_equal([w])
 
 
 def case_passes_of_v1_end_with_what_is_restored():

@@ -25,6 +25,9 @@ import ringlet.torch as hvd
 from ringlet.compressors import Compressor, register
 from ringlet.fusion import CompressionFailed
 from ringlet.ring.errors import Mismatch
+from ringlet.torch.elastic import state as elastic_state
+from ringlet.torch.elastic.hook_memory import memory_of
+from ringlet.torch.parallel import ddp_state
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -897,6 +900,49 @@ def case_a_group_of_elastic_run_says_what_it_cannot():
         del optimizer
 
     inside(hvd.elastic.ObjectState())
+
+
+def case_a_newcomer_forgets_what_it_loads_into_a_hook_of_an_elastic_job():
+    """What a checkpoint held back, which the others have gone on from; all may go back to it."""
+    own, spec = layers(), "topk(ratio=0.1) | ef"
+    named, state = dict(own.named_parameters()), hvd.elastic.TorchState(own)
+
+    @hvd.elastic.run
+    def epoch(_, step, load=None, held=None):
+        """Take a step, with what is ``held`` before; return the hook's record, and warnings."""
+        wrapped = DistributedDataParallel(own, process_group=hvd.elastic.process_group())
+        kept, hook = hvd.ddp_hook(spec, own.named_parameters())
+        wrapped.register_comm_hook(kept, hook)
+        if load is not None:
+            kept.load_state_dict(load)
+        given = torch.autograd.grad(own(numbers(step)).square().mean(), [*named.values()])
+        own.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped(numbers(step)).square().mean().backward()
+        after = kept.state_dict()
+        for (name, p), grad in zip(named.items(), given, strict=True):
+            owed = grad.flatten() + residual_of(held, name) - residual_of(after, name)
+            wanted = hvd.allreduce(owed, op=hvd.Average, name=f"owed.{name}")
+            torch.testing.assert_close(p.grad.flatten(), wanted)
+        return after, [str(each.message) for each in caught if "pay it" in str(each.message)]
+
+    def residual_of(record, name):
+        held = record["states"].get(name, {}) if record else {}
+        return held.get("residual", torch.zeros(named[name].numel()))
+
+    with (
+        mock.patch.object(elastic_state, "is_elastic", return_value=True),
+        mock.patch.object(ddp_state, "is_elastic", return_value=True),
+    ):
+        first, _ = epoch(state, 0)
+        second, _ = epoch(state, 1, None, first)
+        newcomer = hvd.rank() == 1
+        if newcomer:
+            memory_of(own).memory.forget()
+        told = epoch(state, 2, first if newcomer else None, None if newcomer else second)[1]
+        assert len(told) == newcomer
+        assert epoch(state, 3, second, second)[1] == []
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from ringlet.job.elastic import ObjectState
 from ringlet.job.topology import rank, size
-from ringlet.ring.callers import outside
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.memory import Undo, at_work
 from ringlet.shared.residual_store import mapped
@@ -37,7 +35,6 @@ class TorchState(ObjectState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        self._synchronised = False
         self._hooks: dict[HookMemory, Undo] = {}  # as they were at the last commit
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
@@ -105,12 +102,9 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         """Take over rank 0's state, and save it. Collective.
 
-        In an elastic job, what a rank has done alone since ranks agreed last (DiLoCo) stays. A
-        newcomer forgets what compression held back in a checkpoint that it has loaded: the others
-        have paid that.
+        In an elastic job, what a rank has done alone since ranks agreed last (DiLoCo) stays.
         """
-        kept, known = [], self._synchronised
-        steps = [reducer.step for reducer in self._reducers()]
+        kept = []
         for reducer in self._reducers() if is_elastic() else []:
             reducer.take_back()  # a step that was under way where another optimizer's was committed
         if self._synchronised and is_elastic():
@@ -124,16 +118,12 @@ class TorchState(ObjectState):
                 broadcast_optimizer_state(value, root_rank=0)
         for value, progress in kept:
             value.resume(progress)
-        self._synchronised = True
         for model in self._models():
             register(model)
         if is_elastic() and (reducers := self._reducers()):
-            changes = [reducer.memory.changed for reducer in reducers]
-            joined, trained, told = self._broadcast((known, steps, changes))
+            told = self._broadcast([reducer.memory.changed for reducer in reducers])
             for reducer, changed in zip(reducers, told, strict=True):
                 reducer.memory.follow(changed)  # newcomers were not there when others changed
-            if joined and not known and trained != steps:
-                _forget_loaded(reducers)
         for holder in self.holders():
             holder.join_epoch()
         if memories := self._memories():
@@ -143,6 +133,11 @@ class TorchState(ObjectState):
         if is_elastic():
             self._forget_gradients()
         super().sync()
+
+    def forget_held(self) -> bool:
+        """Forget what compressors remember, of optimizers and of hooks."""
+        held = [holder.memory.forget() for holder in self.holders()]
+        return any(held)
 
     def _copied(self, content: Any, room: Any) -> Any:
         return _copied(content, room) if isinstance(content, dict) else copy.deepcopy(content)
@@ -170,18 +165,6 @@ class TorchState(ObjectState):
     def _plain(self) -> list[str]:
         tensors = torch.nn.Module, torch.optim.Optimizer
         return [name for name in self._names if not isinstance(getattr(self, name), tensors)]
-
-
-def _forget_loaded(reducers: Sequence[Reducer]) -> None:
-    """Forget what compressors remember on a rank that has taken no step yet."""
-    if any(reducer.memory.norm() for reducer in reducers):
-        warnings.warn(
-            "what compression held back in the checkpoint that this rank has loaded is forgotten: "
-            "the ranks that it joins have trained on, and have paid it",
-            stacklevel=outside(),
-        )
-    for reducer in reducers:
-        reducer.memory.forget()
 
 
 def _copied(value: Any, room: Any) -> Any:

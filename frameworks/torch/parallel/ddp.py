@@ -122,7 +122,7 @@ def reduce_bucket(
     if state.stale:
         return state.given_up(RuntimeError(STALE), buffer, future, watched)
     try:
-        state.agree()
+        state.agree(bucket.parameters())
     except RingError as error:
         return state.given_up(error, buffer, future, watched)
     items, staged = [], []

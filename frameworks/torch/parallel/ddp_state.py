@@ -18,6 +18,7 @@ from ringlet.compressors.specs.routes import Router, Routes, Spec
 from ringlet.compressors.states import forget_shared, shared
 from ringlet.fusion import Engine, Request
 from ringlet.fusion.negotiation.validation import differing
+from ringlet.job.elastic import warn_of_paid
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision.reduction import carrier
 from ringlet.ring.communicator import ReduceOp
@@ -120,6 +121,7 @@ class DdpState:
         self._memories: dict[HookMemory, None] = {}  # in an elastic job: what outlives this
         self._looked = False  # whether the model's process group is known to be the hook's
         self._alike = False  # whether ranks know what they have loaded
+        self._filled = False  # whether a state was loaded before that
         self._furthest = 0  # the step from which tensors without memory count, where ranks differed
         self.reduced = 0  # buckets, which ranks count alike
         self._loaded = ""  # after how many of them a state was loaded last, and which
@@ -235,12 +237,14 @@ class DdpState:
                 "pass those of the model that is trained, after whatever replaces its parameters"
             )
 
-    def agree(self) -> None:
+    def agree(self, parameters: Sequence[torch.Tensor]) -> None:
         """Before the first bucket: let ranks begin alike with what they have loaded. Collective.
 
         Where they have not loaded the same of what they have in common, it is forgotten, with a
         warning: replicas would part. Where they count other steps, all go on from the last. Raises
         Mismatch, on all ranks, where they name parameters otherwise, and would wait for each other.
+        Where hooks before this one have reduced the model of ``parameters``, those of its first
+        bucket, ranks that have loaded something are newcomers if others have not: they forget it.
         """
         runtime = self._runtime
         if self._alike or runtime.size == 1:
@@ -252,8 +256,8 @@ class DdpState:
             furthest = max((int(state.get("step", 0)) for state in states.values()), default=0)
             sums = checkpoint.checksums(states, by)
         names = zlib.crc32("\n".join(sorted(self._given)).encode())
-        told = np.zeros((runtime.size, 6), np.int64)  # a row of zeros is of one that has joined
-        told[runtime.rank] = 1, len(self._given), names, *sums, furthest
+        told = np.zeros((runtime.size, 7), np.int64)  # a row of zeros is of one that has joined
+        told[runtime.rank] = 1, len(self._given), names, *sums, furthest, self._filled
         shape, whole = (told.size,), told.reshape(-1)
         request = Request(f"{self._label}.loaded", dtype="int64", shape=shape, op=ReduceOp.MAX)
         self.engine.submit(request, whole, at_once=True).wait()
@@ -261,7 +265,13 @@ class DdpState:
         if wrong := differing("ddp_hook: numbers of names, and their checksums,", given):
             raise Mismatch(f"{wrong}; {_NAMES}")
         self._alike = True
-        _, _, _, common, steps, counts = told[told[:, 0] == 1].T
+        told = told[told[:, 0] == 1]
+        went_on = self._elastic and any(kept[0].step for kept in map(kept_for, parameters) if kept)
+        if went_on and len({*told[:, -1]}) > 1:
+            if self._filled:
+                self._empty(states)
+            told = told[told[:, -1] == 0]
+        _, _, _, common, steps, counts, _ = told.T
         if len({*zip(common, steps, strict=True)}) == 1:
             return
         with self.engine.at_work():
@@ -402,6 +412,14 @@ class DdpState:
                 for name in self._orders.load(each["states"], each[_ORDERS]):
                     self._settle(name, *self._requests[name])
 
+    def _empty(self, states: Mapping[str, State]) -> None:
+        """Forget ``states`` of a checkpoint: the ranks that this one joins have gone on from it."""
+        with self.engine.at_work():
+            if checkpoint.norm(states):
+                warn_of_paid()
+            for state in states.values():
+                put(state, {})
+
     def _settle(self, name: str, request: Request, compressor: Compressor) -> None:
         state = self.engine.states.get(request.key)
         if state is not None:
@@ -412,6 +430,7 @@ class DdpState:
 
         Before the first step they ``agree`` on it.
         """
+        self._filled = True
         if self._alike:
             by = {name: routed(self._router, name, self._depth) for name in states}
             common, steps = checkpoint.checksums(states, by)
