@@ -52,7 +52,8 @@ class _HostMessages:
 class State(ABC):
     """What training can go back to; subclasses say how it is saved, restored and synchronised.
 
-    ``bcast_object`` and ``get_rank`` are accepted for Horovod's sake.
+    ``sync`` takes over what ``bcast_object`` returns of rank 0's. ``get_rank`` is accepted for
+    Horovod's sake.
     """
 
     _copies: Copies | None = None  # of what compression holds back, in an elastic job
@@ -151,17 +152,17 @@ class State(ABC):
 
     def keep_steps(self) -> None:
         """From now on be ready for ``take_back``; TypeError where that cannot be."""
-        raise self._goes_back()
+        raise self._only_to_commits()
 
     def take_back(self) -> None:
         """Undo, on this rank, what a step that has failed did so far."""
-        raise self._goes_back()
+        raise self._only_to_commits()
 
     def content(self) -> Any:
         """Return what survivors must have in common to go on: dicts, lists, arrays, objects."""
-        raise self._goes_back()
+        raise self._only_to_commits()
 
-    def _goes_back(self) -> TypeError:
+    def _only_to_commits(self) -> TypeError:
         return TypeError(
             f"{type(self).__name__} can only go back to commits: use elastic.run without "
             'resume="step", or say in keep_steps(), take_back() and content() how it goes on'
@@ -173,7 +174,8 @@ class ObjectState(State):
 
     Objects that have ``state_dict`` and ``load_state_dict`` stay, and their states are kept; others
     are copied. One that takes the place of another is saved as it is put there.
-    ``bcast_object`` and ``get_rank`` are accepted for Horovod's sake.
+    ``sync`` takes over what ``bcast_object`` returns of rank 0's. ``get_rank`` is accepted for
+    Horovod's sake.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ def warn_of_paid() -> None:
     )
 
 
-def refuse(what: str, why: str, instead: str) -> None:
+def refuse_in_elastic_job(what: str, why: str, instead: str) -> None:
     """Raise InvalidArgument, on every rank, if this job is elastic, where ``what`` cannot be."""
     if epochs.is_elastic():
         raise InvalidArgument(f"{what} does not go together with an elastic job: {why}; {instead}")

@@ -99,7 +99,7 @@ class TensorFlowState(ObjectState):
 
     def keep_steps(self) -> None:
         """Raise TypeError: a step may have changed variables before it fails."""
-        raise self._goes_back()
+        raise self._only_to_commits()
 
     def sync(self) -> None:
         """Take over rank 0's variables and objects, and save them. Collective.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ringlet.compressors.specs.routes import Routes, Spec
-from ringlet.job.elastic import refuse
+from ringlet.job.elastic import refuse_in_elastic_job
 from ringlet.precision import Policy, parse_policy
 from ringlet.ring.errors import RingError
 from ringlet.torch.elastic.epoch_group import AGAIN, STALE, EpochGroup
@@ -71,7 +71,7 @@ def ddp_hook(
     foreign = dist.is_available() and dist.is_initialized() if process_group is None else True
     if foreign and not isinstance(process_group, EpochGroup):
         what = "ddp_hook over a process group of torch's own"
-        refuse(what, "it ends with any of its ranks", AGAIN)
+        refuse_in_elastic_job(what, "it ends with any of its ranks", AGAIN)
     if any(state.stale for state in of_epochs):
         gc.collect()  # DDPs that were dropped: hooks of theirs are still on the parameters
     named = None if named_parameters is None else dict(named_pairs(named_parameters))

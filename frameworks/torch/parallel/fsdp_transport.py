@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ringlet.fusion import CompressionFailed
 from ringlet.fusion.devices.host import Place
-from ringlet.job.elastic import refuse
+from ringlet.job.elastic import refuse_in_elastic_job
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import agreed_places
 from ringlet.ring.errors import Mismatch
@@ -33,7 +33,7 @@ def check_model(module: Any, caller: str) -> None:
     if not isinstance(module, torch.nn.Module):
         what = type(module).__name__
         raise TypeError(f"the first argument of {caller} is the model, not a {what}")
-    refuse(
+    refuse_in_elastic_job(
         caller,
         "a rank that is lost takes its shard of the parameters along",
         "use DistributedOptimizer with the whole model on every rank, or start the job without "
