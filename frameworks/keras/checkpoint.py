@@ -18,9 +18,7 @@ from ringlet.shared.gradients.gradient_reducer import GradientReducer
 
 def compressor_state(optimizer: Any) -> bytes:
     """Return what this rank's compressors remember for ``optimizer``, a DistributedOptimizer."""
-    runtime, reducer = current(), reducer_of(optimizer)
-    where = runtime.rank, runtime.size, reducer.step
-    return residual_store.dumps(reducer.memory.states, *where, reducer.settings.router)
+    return dumped(reducer_of(optimizer))
 
 
 def set_compressor_state(optimizer: Any, data: bytes) -> None:
@@ -30,7 +28,7 @@ def set_compressor_state(optimizer: Any, data: bytes) -> None:
     that are something else.
     """
     reducer = reducer_of(optimizer)
-    reducer.load(*_read(reducer, data))
+    reducer.load(*read(reducer, data))
 
 
 def save_compressor_state(optimizer: Any, filepath: Any) -> str:
@@ -67,7 +65,7 @@ def load_compressor_state(optimizer: Any, filepath: Any) -> None:
         )
         raise FileNotFoundError(errno.ENOENT, text, path) from None
     try:
-        found = _read(reducer, data)
+        found = read(reducer, data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     reducer.load(*found)
@@ -90,11 +88,19 @@ def residuals_beside(filepath: Any) -> list[str]:
     return [whose for whose, path in found if residual_store.holds_residuals(path)]
 
 
-def _read(reducer: GradientReducer, data: bytes) -> tuple[dict[str, State], int]:
-    """Return the states and the step in what ``compressor_state`` returned on some rank."""
+def dumped(reducer: GradientReducer) -> bytes:
+    """Return what this rank's compressors remember for ``reducer``."""
     runtime, settings = current(), reducer.settings
-    where = runtime.rank, runtime.size, settings.router, settings.averages, settings.predivide
-    return residual_store.loads(data, *where)
+    where = runtime.rank, runtime.size, reducer.step
+    return residual_store.dumps(reducer.memory.states, *where, settings.router, settings.predivide)
+
+
+def read(reducer: GradientReducer, data: bytes) -> tuple[dict[str, State], int]:
+    """Return the states and the step in what was ``dumped`` on some rank."""
+    runtime, settings = current(), reducer.settings
+    where = runtime.rank, runtime.size, settings.router
+    how = settings.averages, settings.predivide, settings.process_set.size()
+    return residual_store.loads(data, *where, *how)
 
 
 def _saved(filepath: Any) -> dict[str, Path]:

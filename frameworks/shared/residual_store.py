@@ -18,12 +18,14 @@ import numpy as np
 from ringlet.compressors import Compressor, Router
 from ringlet.compressors.core.context import State
 from ringlet.compressors.modifiers.residuals import energy
-from ringlet.compressors.states import bare, everyones, fit
+from ringlet.compressors.states import bare, everyones, fit, prescale
 from ringlet.ring.callers import outside
 from ringlet.ring.dtypes import Array
 from ringlet.shared.state_record import VERSION, is_numpy, whole_record
 
 Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many elements it is
+
+PREDIVIDE = "predivide"  # the key of what gradients were divided by before they were compressed
 
 _SHOWN = 8  # tensors that a warning names
 _ARRAY = "ringlet.array"  # the key that stands for an array
@@ -47,6 +49,12 @@ def record(
         "version": VERSION, "rank": rank, "size": size, "step": step, "states": plain,
         "specs": {name: spec for name, spec in specs.items() if name in plain},
     }  # fmt: skip
+
+
+def predivided(record: Mapping[str, Any], otherwise: float) -> float:
+    """Return by what gradients were divided that a record is of; ``otherwise`` if it is older."""
+    said = record.get(PREDIVIDE)
+    return float(said) if isinstance(said, int | float) and 0 < said < math.inf else otherwise
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -186,8 +194,18 @@ def _energy_of_rows(state: State) -> float:
 # -- as bytes -----------------------------------------------------------------------------------
 
 
-def dumps(states: Mapping[str, State], rank: int, size: int, step: int, router: Router) -> bytes:
-    """Return ``states``, and the specs that they are of, in NumPy's ``npz`` format."""
+def dumps(
+    states: Mapping[str, State],
+    rank: int,
+    size: int,
+    step: int,
+    router: Router,
+    predivide: float = 1.0,
+) -> bytes:
+    """Return ``states``, and the specs that they are of, in NumPy's ``npz`` format.
+
+    They are of gradients divided by ``predivide``.
+    """
     arrays: dict[str, Array] = {}
 
     def leaf(value: Any) -> Any:
@@ -198,7 +216,7 @@ def dumps(states: Mapping[str, State], rank: int, size: int, step: int, router: 
         return {_ARRAY: name}
 
     specs = {name: str(router(name)) for name, state in states.items() if state}
-    head = record(states, rank, size, step, specs, leaf)
+    head = record(states, rank, size, step, specs, leaf) | {PREDIVIDE: predivide}
     stream = io.BytesIO()
     encoded = np.frombuffer(json.dumps(head).encode(), np.uint8)
     np.savez(stream, allow_pickle=False, head=encoded, **arrays)
@@ -231,12 +249,15 @@ def loads(
     router: Router,
     average: bool = True,
     predivide: float = 1.0,
+    among: int | None = None,
 ) -> tuple[dict[str, State], int]:
     """Return the states and the step that ``dumps`` wrote.
 
-    Where ``data`` is another rank's there is nothing in them, with a warning, but the factors of
-    low-rank compressors: residuals belong to the gradients of one rank. What compressors of other
-    specs remembered is forgotten, with a warning, but for what those of ``router`` can go on with.
+    They are of gradients that are reduced ``among`` so many of the ``size`` ranks, by default all,
+    and divided by ``predivide`` before. Where ``data`` is another rank's there is nothing in them,
+    with a warning, but the factors of low-rank compressors: residuals belong to the gradients of
+    one rank. What compressors of other specs remembered is forgotten, with a warning, but for what
+    those of ``router`` can go on with.
     Raises ValueError for bytes that are no such checkpoint.
     """
     try:
@@ -255,8 +276,12 @@ def loads(
         left = {name: everyones(state, router(name)) for name, state in states.items()}
         states = {name: state for name, state in left.items() if not bare(state)}
     tensors = {name: (router(name), None) for name in states}
-    strange = fit_all(states, head["specs"], tensors, size, average, predivide)
+    then = predivided(head, predivide)
+    strange = fit_all(states, head["specs"], tensors, among or size, average, then)
     warn_of_misfits(strange)
+    if then != predivide:
+        for name, state in states.items():
+            prescale(state, router(name), then / predivide)
     return states, int(head["step"])
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringlet.job.session import current
-from ringlet.keras.checkpoint import reducer_of
-from ringlet.shared import residual_store
+from ringlet.keras.checkpoint import dumped, read, reducer_of
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.tensorflow.tape import reducer_of_tape
 
@@ -30,16 +28,12 @@ class CompressorState(tf.train.experimental.PythonState):
 
     def serialize(self) -> bytes:
         """Return what ``deserialize`` takes."""
-        reducer, runtime = self._reducer(), current()
-        where = runtime.rank, runtime.size, reducer.step
-        return residual_store.dumps(reducer.memory.states, *where, reducer.settings.router)
+        return dumped(self._reducer())
 
     def deserialize(self, string_value: bytes) -> None:
         """Go on with what this rank saved; warns, and starts anew, if another rank saved it."""
-        reducer, runtime = self._reducer(), current()
-        settings = reducer.settings
-        where = runtime.rank, runtime.size, settings.router, settings.averages, settings.predivide
-        reducer.load(*residual_store.loads(string_value, *where))
+        reducer = self._reducer()
+        reducer.load(*read(reducer, string_value))
 
     def _reducer(self) -> GradientReducer:
         if isinstance(self._owner, tf.GradientTape):

@@ -30,6 +30,18 @@ def test_a_rank_gets_back_what_it_stored():
     np.testing.assert_array_equal(states["w"]["residual"], residual)
 
 
+@pytest.mark.parametrize(("spec", "share"), [("topk | ef", 1.0), ("fp16 | ef", 1 / 2)])
+def test_a_rank_gets_back_what_it_owes_whatever_divides_gradients_now(spec, share):
+    """A predivide factor, or the 2 ranks of 3 that reduce, where a spec divides by them first."""
+    states = {"w": {"step": 5, "residual": np.ones(6, np.float32)}}
+    data = dumps(states, 1, 3, 7, Router("topk | ef"), 4.0)
+    found, _ = loads(data, 1, 3, Router(spec), predivide=0.5, among=2)
+    assert found["w"]["residual"].tolist() == [8 * share] * 6
+    again = dumps(found, 1, 3, 7, Router(spec), 0.5)
+    found, _ = loads(again, 1, 3, Router("topk | ef"), predivide=4.0, among=2)
+    assert found["w"]["residual"].tolist() == [1] * 6
+
+
 def test_another_rank_loses_residuals_but_no_steps():
     data = stored("int8 | ef", residual=np.ones(6, np.float32))
     with pytest.warns(UserWarning, match="residuals of rank 0 of 2, this is rank 1 of 2"):

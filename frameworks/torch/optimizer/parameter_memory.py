@@ -6,7 +6,6 @@ checkpoints.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,11 +27,9 @@ from ringlet.job.session import current
 from ringlet.ring.callers import outside
 from ringlet.ring.dtypes import Array
 from ringlet.shared.memory import Memory, at_work
-from ringlet.shared.residual_store import is_own, remembered
+from ringlet.shared.residual_store import PREDIVIDE, is_own, predivided, remembered
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
-
-_PREDIVIDE = "predivide"  # in a checkpoint
 
 
 class ParameterMemory(Memory):
@@ -140,7 +137,7 @@ class ParameterMemory(Memory):
         with at_work():
             where = runtime.rank, runtime.size, step
             record = checkpoint.saved(self.states, *where, self.compressors())
-        return record | {_PREDIVIDE: self.predivide}
+        return record | {PREDIVIDE: self.predivide}
 
     def load(self, kept: Mapping[str, Any] | None) -> int:
         """Go on with what this rank ``saved``; return the step.
@@ -211,10 +208,7 @@ class ParameterMemory(Memory):
 
     def _predivided(self, kept: Mapping[str, Any] | None) -> float:
         """Return by what gradients were divided; older files do not say, and are taken as ours."""
-        said = (kept or {}).get(_PREDIVIDE)
-        if isinstance(said, int | float) and 0 < said < math.inf:
-            return float(said)
-        return self.predivide
+        return predivided(kept or {}, self.predivide)
 
     def _convert(self, then: float) -> None:
         """Make of what is held back of gradients divided by ``then`` what it is here."""
