@@ -27,7 +27,7 @@ from ringlet.fusion import CompressionFailed
 from ringlet.ring.errors import Mismatch
 from ringlet.torch.elastic import state as elastic_state
 from ringlet.torch.elastic.hook_memory import memory_of
-from ringlet.torch.parallel import ddp_state
+from ringlet.torch.parallel import ddp, ddp_state
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -140,6 +140,26 @@ def case_a_failure_is_of_our_class_and_training_goes_on():
         grads = {n: p.grad for n, p in own.named_parameters()}
         assert step % 2 or hvd.replicas_equal(grads)
         wrapped.zero_grad()
+
+
+def case_training_goes_on_whatever_has_failed_in_the_hook():
+    """Also a sparse gradient, and what is found out before anything is handed in."""
+    started()
+    for part in ("sparse_allreduce_async", "_slices"):
+        own = Words()
+        wrapped = DistributedDataParallel(own)
+        wrapped.register_comm_hook(*hvd.ddp_hook("int8 | ef"))
+        for step in range(3):
+            wrapped.zero_grad()
+            loss = wrapped(words(step)).square().mean()
+            if step == 1:
+                odd = mock.patch.object(ddp, part, side_effect=Mismatch(f"of {part}"))
+                with odd, pytest.raises(Mismatch, match=f"of {part}"):
+                    loss.backward()
+                continue
+            loss.backward()
+            grads = {n: p.grad.to_dense() for n, p in own.named_parameters()}
+            assert hvd.replicas_equal(grads), (part, step)
 
 
 def case_a_mapping_needs_names_that_it_matches():

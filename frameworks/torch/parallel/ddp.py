@@ -9,16 +9,17 @@ from __future__ import annotations
 import gc
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ringlet.compressors.specs.routes import Routes, Spec
+from ringlet.fusion import Handle
+from ringlet.fusion.devices.host import Place
 from ringlet.job.elastic import refuse_in_elastic_job
 from ringlet.precision import Policy, parse_policy
-from ringlet.ring.errors import RingError
 from ringlet.torch.elastic.epoch_group import AGAIN, STALE, EpochGroup
 from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
@@ -98,6 +99,27 @@ def reduce_bucket(
 
     FSDP1, which is refused, gives the sum's ``shard`` as well.
     """
+    _refuse_other_hooks(state, bucket, shard)
+    buffer = bucket.buffer()
+    devices = [buffer.device] if buffer.is_cuda else None
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    watched = state.watch()
+    try:
+        _hand_in(state, bucket, future, watched)
+    except Exception as error:  # raised from here, it would leave DDP unusable: see ``watch``
+        state.failed(error)
+        future.set_result(buffer)
+    if not watched:  # of a rank that has no more data, for which DDP calls the hook by itself
+        future.wait()
+        state.end()
+    return future
+
+
+reduce_bucket.__annotations__ = {}  # DDP compares them with types, and ours are strings
+
+
+def _refuse_other_hooks(state: object, bucket: Any, shard: torch.Tensor | None) -> None:
+    """Raise RuntimeError or TypeError for calls that are none of DDP's with a state of ours."""
     if isinstance(bucket, tuple):
         raise RuntimeError(_ONE_BY_ONE)
     if not isinstance(state, DdpState | KeptState):
@@ -107,24 +129,21 @@ def reduce_bucket(
         )
     if shard is not None or isinstance(bucket, torch.Tensor):
         raise RuntimeError(_FSDP1)
+
+
+def _hand_in(
+    state: DdpState, bucket: Any, future: torch.futures.Future[torch.Tensor], watched: bool
+) -> None:
+    """Let ``future`` have the bucket's mean when it is there; raise what stands against it."""
+    state.look(bucket.parameters())
     buffer = bucket.buffer()
-    devices = [buffer.device] if buffer.is_cuda else None
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-    watched = state.watch()
-    try:
-        state.look(bucket.parameters())
-    except (RuntimeError, ValueError) as error:
-        return state.given_up(error, buffer, future, watched)
     if buffer.is_sparse:
         future.set_result(_sparse_mean(state, bucket))
-        return future
+        return
     check(buffer, "the gradient bucket")
     if state.stale:
-        return state.given_up(RuntimeError(STALE), buffer, future, watched)
-    try:
-        state.agree(bucket.parameters())
-    except RingError as error:
-        return state.given_up(error, buffer, future, watched)
+        raise RuntimeError(STALE)
+    state.agree(bucket.parameters())
     items, staged = [], []
     for i, (p, grad) in enumerate(_slices(bucket, buffer)):
         request, compressor = state.request(p, grad, f"bucket{bucket.index()}.{i}")
@@ -133,42 +152,51 @@ def reduce_bucket(
         if watched:
             state.expect(p, grad)
         items.append((request, flat_at(staged[-1][0], request.place), None, compressor))
-    engine = state.engine
-    try:
-        handles = engine.submit_all(items)
-    except RingError as error:  # such as of a rank that was lost meanwhile
-        return state.given_up(error, buffer, future, watched)
-    place = engine.place(items[0][0].place if items else HOST)
-    left, lock = list(handles), threading.Lock()
+    handles = state.engine.submit_all(items)
+    place = state.engine.place(items[0][0].place if items else HOST)
+    delivery = _Delivery(state, future, buffer, handles, staged, place)
+    for handle in handles:
+        handle.then(delivery.count)
 
-    def finished() -> None:
-        with lock:
-            left.pop()
-            if left:
+
+class _Delivery:
+    """Gives DDP the ``buffer`` of a bucket, once all of its gradients are reduced, or failed.
+
+    They are ``staged``: what was reduced, at ``place``, with the part of the buffer that it is for.
+    """
+
+    def __init__(
+        self,
+        state: DdpState,
+        future: torch.futures.Future[torch.Tensor],
+        buffer: torch.Tensor,
+        handles: Sequence[Handle],
+        staged: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        place: Place | None,
+    ) -> None:
+        self._state, self._future, self._buffer = state, future, buffer
+        self._handles, self._staged, self._place = handles, staged, place
+        self._left, self._lock = len(handles), threading.Lock()
+
+    def count(self) -> None:
+        """Note, on any thread, that one of the gradients has come; deliver with the last one."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
                 return
         try:
             # The future is behind what torch's current stream holds: of this thread the default
             # one, on which tensors are copied back, or the engine's, which has the result.
-            with behind(place):
-                for handle in handles:
+            with behind(self._place):
+                for handle in self._handles:
                     handle.wait()
-                for ours, grad in staged:
+                for ours, grad in self._staged:
                     unstage(ours, grad)
-                state.reduced += 1
-                future.set_result(buffer)
+                self._state.reduced += 1
+                self._future.set_result(self._buffer)
         except Exception as error:
-            state.failed(error)
-            future.set_result(buffer)
-
-    for handle in handles:
-        handle.then(finished)
-    if not watched:  # of a rank that has no more data, for which DDP calls the hook by itself
-        future.wait()
-        state.end()
-    return future
-
-
-reduce_bucket.__annotations__ = {}  # DDP compares them with types, and ours are strings
+            self._state.failed(error)
+            self._future.set_result(self._buffer)
 
 
 def _slices(bucket: Any, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

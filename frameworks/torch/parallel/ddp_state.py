@@ -340,9 +340,9 @@ class DdpState:
     def watch(self) -> bool:
         """Let this backward pass end with what ``failed``; False where none is under way.
 
-        Of a future's error DDP makes a text without its class, and can not go on afterwards. So it
-        gets its buckets, and the error is raised behind whatever DDP does in the end. So is
-        delivered what it has left out.
+        Of a future's error DDP makes a text without its class, and can not go on afterwards; nor
+        where a hook raises. So it gets its buckets, and the error is raised behind whatever DDP
+        does in the end. So is delivered what it has left out.
         """
         task = torch._C._current_graph_task_id()
         if task == NO_BACKWARD:
@@ -358,17 +358,6 @@ class DdpState:
     def failed(self, error: Exception) -> None:
         """Note what the backward pass at hand is to raise."""
         self._failure = self._failure or error
-
-    def given_up(
-        self, error: Exception, buffer: torch.Tensor, future: Any, watched: bool
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Give DDP the ``future`` of its bucket as it is, and note what the pass is to raise."""
-        self.failed(error)
-        future.set_result(buffer)
-        if not watched:
-            self.end()
-        made: torch.futures.Future[torch.Tensor] = future
-        return made
 
     @untraced
     def end(self) -> None:
