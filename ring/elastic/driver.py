@@ -24,6 +24,7 @@ from ringlet.ring.elastic.held_back import HeldBack
 from ringlet.ring.elastic.membership import LEAVE, Decisions, JobMember, Membership
 from ringlet.ring.elastic.placement_engine import PlacementEngine, StartedMember, StartedProcess
 from ringlet.ring.elastic.rules import Rules
+from ringlet.ring.elastic.signs_of_life import SignsOfLife
 from ringlet.ring.errors import LOST_PEER, LaunchError
 from ringlet.ring.hosts.forwarding import forwarded
 from ringlet.ring.hosts.hosts import Host, Seat, bare, is_here
@@ -34,10 +35,10 @@ from ringlet.ring.launch.horovod_hint import horovod_hint
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.launch.signed_pickle import leave_parcels
 from ringlet.ring.processes import processes, torchrun
-from ringlet.ring.processes.output import HIGH, Printer
+from ringlet.ring.processes.output import Printer
 from ringlet.ring.processes.signals import Signals
 from ringlet.ring.rendezvous import epochs
-from ringlet.ring.rendezvous.loss_report import leaving_name
+from ringlet.ring.rendezvous.loss_report import leaving_code, leaving_name
 from ringlet.ring.variables import check
 from ringlet.ring.wire.keys import MEMBER
 from ringlet.ring.wire.kv_store import KvStore
@@ -46,8 +47,6 @@ from ringlet.ring.wire.launch_link import Kind
 LOCAL = "127.0.0.1"
 GRACE = 5.0  # seconds between asking members to end and killing them, and until they are given up
 GONE = 1.0  # seconds until a member that is killed while others go on counts as gone with its host
-SILENT = 2.5  # and at least, until one does whose host is not heard: kernels ask every second
-LONGEST = 3600.0  # seconds of one wait: some say "never" with more than poll takes, 24 days
 NOISE = 1 << 14  # bytes kept of what wrappers and remote shells say themselves
 
 
@@ -91,11 +90,22 @@ class ElasticOutcome:
     interrupted: bool
 
 
+@dataclass
+class _Attended:
+    """What the launcher keeps of a member; times are monotonic seconds."""
+
+    started: StartedMember | None = None  # None once it has ended
+    start_by: float | None = None  # when it has to have reported
+    kill_at: float | None = None  # when it is given up, as it was killed
+    questions: int = 0  # that it has asked
+
+
 class Driver:
     """One elastic job; the arguments are those of ``launch``.
 
-    Instead of a discovery, an engine can both find hosts and start members there. ``kv_store`` is
-    the job's, and ``key`` what parcels in it are sealed with.
+    Whom to start, bar (Horovod's blacklist) and end: ``membership``. Instead of a discovery, an
+    engine can both find hosts and start members there. ``kv_store`` is the job's, and ``key`` what
+    parcels in it are sealed with.
     """
 
     def __init__(
@@ -125,15 +135,10 @@ class Driver:
         patience = self._reach.start_timeout
         self._membership = Membership(rules, time.monotonic(), start_timeout=patience)
         self.kv_store = KvStore()
-        self._questions: dict[int, int] = {}  # the last of each member
         self._changes = 0
         self._held_back = HeldBack(self.kv_store)
-        self._started: dict[int, StartedMember] = {}  # by member
-        self._start_by: dict[int, float] = {}  # when a member has to have reported
-        self._kill_at: dict[int, float] = {}  # when a member that was killed is given up
+        self._attended: dict[int, _Attended] = {}  # by member
         self._silence = self._heartbeat()
-        self._asked_at: dict[int, float] = {}  # when a late member's wrapper was asked about it
-        self._doubted: list[Rank] = []  # ranks elsewhere for which others wait
         self._over: tuple[int, str] | None = None
         self._blamed: int | None = None  # the member that failed first, if that ends the job
         self._end_at: float | None = None  # when what is left of an ending job is killed
@@ -198,6 +203,7 @@ class Driver:
         stack.enter_context(contextlib.closing(self._listener))
         self.key = leave_parcels(self.kv_store, self._listener.secret, parcels)
         self._rank_table = RankTable([], self._printer, self._task, place=b"{}")
+        self._signs = SignsOfLife(self._membership, self._rank_table, self._silence)
         self.kv_store.leave(epochs.CHANGES, b"0")
         self.kv_store.leave(epochs.SPECS, b"null")
         reader, writer = os.pipe()
@@ -310,7 +316,7 @@ class Driver:
             if guest.visitor:
                 self.kv_store.admit(guest)
             else:
-                self._start_by.pop(guest.rank, None)
+                self._attended[guest.rank].start_by = None
                 self._rank_table.engage(guest)
         if complaint := self._listener.complaint():
             self._printer.note(complaint)
@@ -323,7 +329,8 @@ class Driver:
             self._printer.note(complaint)
         if hosts is not None:
             self._membership.hosts_found(self._reachable(hosts), now)
-        self._look_for_life(now)
+        for note in self._signs.look(now):
+            self._printer.note(note)
         self._obey(self._membership.decide(now), now)
 
     def _end_members(self, now: float) -> None:
@@ -336,32 +343,21 @@ class Driver:
                 self._rank_table.lose(rank)
 
     def _wait(self) -> set[int]:
-        poll = select.poll()
-        sources = (self._signals.fileno(), self._noise.fileno(), *self._listener.sources())
-        for source in sources:
-            poll.register(source, select.POLLIN)
-        # While too much waits to be printed, the ranks have to wait as well.
-        reading = select.POLLIN if self._printer.pending < HIGH else 0
-        for channel in self._rank_table.channels():
-            poll.register(channel, reading | (select.POLLOUT if channel.pending else 0))
-        for channel in self.kv_store.channels():
-            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
-        if (output := self._printer.wants) is not None:
-            poll.register(output, select.POLLOUT)
+        sources = [self._signals.fileno(), self._noise.fileno(), *self._listener.sources()]
         now = time.monotonic()
-        limits = [*self._start_by.values(), *self._kill_at.values()]
-        times = [self._listener.patience(), *(max(0.0, limit - now) for limit in limits)]
+        attended = self._attended.values()
+        starting = [each.start_by for each in attended if each.start_by is not None]
+        killed = [each.kill_at for each in attended if each.kill_at is not None]
+        times = [self._listener.patience(), *(max(0.0, at - now) for at in starting + killed)]
         if self._over is None:
             times += [self._discovery.patience(now), self._membership.patience(now)]
-            times += [max(0.0, self._due(number) - now) for number in self._asked_at]
-            times += [0.0 if r.done else max(0.05, self._unheard(r)) for r in self._doubted]
-        if self._start_by:
+            times.append(self._signs.patience(now))
+        if starting:
             times.append(0.1)  # whether what was started still runs
         if self._end_at is not None:
             times.append(max(0.05, self._end_at - now))
-        timeout = min((1000 * seconds for seconds in times if seconds is not None), default=None)
-        timeout = timeout and min(timeout, 1000 * LONGEST)
-        return {descriptor for descriptor, _ in poll.poll(timeout)}
+        seconds = min((time for time in times if time is not None), default=None)
+        return self._rank_table.wait(sources, self.kv_store, seconds)
 
     # What members do.
 
@@ -369,9 +365,9 @@ class Driver:
         # Causes before effects, where several have ended since the last turn.
         for rank in sorted(self._rank_table.ranks, key=_cause_first):
             number = rank.number
+            attended = self._attended[number]
             if rank.code is not None or rank.done:
-                self._start_by.pop(number, None)
-                self._kill_at.pop(number, None)
+                attended.start_by = attended.kill_at = None
                 member = self._membership.members[number]
                 how, shown = how_ended(rank, member.killed, member.leaving)
                 if rank.code and not member.ended and member.seat is not None:
@@ -379,53 +375,13 @@ class Driver:
                 self._membership.ended(number, shown, how, now)
                 self._let_go(rank)
                 continue
-            self._look_at_word(number, now)
-            if number in self._kill_at and now >= self._kill_at[number]:
+            self._read_what_it_left(number, now)
+            if attended.kill_at is not None and now >= attended.kill_at:
                 self._rank_table.lose(rank)  # a host that is gone does not kill
-            elif number in self._start_by:
-                code = self._started[number].poll()
-                if code is not None or now >= self._start_by[number]:
+            elif attended.start_by is not None and attended.started is not None:
+                code = attended.started.poll()
+                if code is not None or now >= attended.start_by:
                     self._never_came(rank, code, now)
-
-    def _look_for_life(self, now: float) -> None:
-        """Find out who keeps others waiting because it is frozen: no rank hears the others now."""
-        late = set(self._membership.late()) if self._silence else set()
-        for number in self._asked_at.keys() - late:
-            del self._asked_at[number]
-        for number in late:
-            self._ask_after(self._rank_table.ranks[number], now)
-        ranks = [self._rank_table.ranks[n] for n in late | set(self._membership.called())]
-        self._doubted = [rank for rank in ranks if not rank.here and not rank.done]
-        for rank in self._doubted:
-            if self._unheard(rank) <= 0:
-                self._rank_table.lose(rank)
-
-    def _ask_after(self, rank: Rank, now: float) -> None:
-        """Ask a late member's wrapper for a sign of life; give up one that has not answered."""
-        number = rank.number
-        if number in self._asked_at and now < self._due(number):
-            return
-        if number in self._asked_at and rank.heard < self._asked_at[number]:
-            self._printer.note(
-                f"rank {self.rank_of(number)} on {rank.host} keeps the others waiting, and gave"
-                f" no sign of life for {self._silence:g} s"
-            )
-            self._membership.silent(number, now)
-            del self._asked_at[number]
-            return
-        self._asked_at[number] = now
-        if rank.channel is not None:
-            rank.channel.send(Kind.ALIVE)
-
-    def _unheard(self, rank: Rank) -> float:
-        """Return the seconds until a rank for which others wait is gone with its host."""
-        silence = rank.channel.silence() if rank.channel is not None else 0.0
-        return max(self._silence, SILENT) - silence
-
-    def _due(self, number: int) -> float:
-        """Return when to ask about a late member again, or to give it up."""
-        asked, heard = self._asked_at[number], self._rank_table.ranks[number].heard
-        return asked + self._silence if heard < asked else heard + self._silence / 2
 
     def _let_go(self, rank: Rank) -> None:
         """Keep nothing of a rank that is done: others may come for as long as the job lasts."""
@@ -435,34 +391,29 @@ class Driver:
                 rank.channel.close()
         if rank.done:
             self._printer.leave(rank.number)
-        started = self._started.get(rank.number)
-        if rank.done and started is not None and started.poll() is not None:
-            started.part()
-            del self._started[rank.number]
+        attended = self._attended[rank.number]
+        if rank.done and attended.started is not None and attended.started.poll() is not None:
+            attended.started.part()
+            attended.started = None
 
-    def _look_at_word(self, number: int, now: float) -> None:
-        met = self.kv_store.value(epochs.met_name(number)) or b""
-        if met.isdigit() and len(met) < 10:
-            self._membership.meets(number, int(met))
+    def _read_what_it_left(self, number: int, now: float) -> None:
+        """Read in the store what a member has said since the last turn, or before."""
+        epoch = epochs.met_epoch(self.kv_store.value(epochs.met_name(number)))
+        if epoch is not None:
+            self._membership.meets(number, epoch)
         if self.kv_store.value(epochs.knows_name(number)) is not None:
             self._membership.learns(number, now)
-        code = self.kv_store.value(leaving_name(number)) or b""
-        if code.isdigit() and len(code) < 4:
-            self._membership.leaves(number, int(code), now)
+        code = leaving_code(self.kv_store.value(leaving_name(number)))
+        if code is not None:
+            self._membership.leaves(number, code, now)
         told = self.kv_store.value(epochs.ask_name(number))
-        if told is None:
-            return
-        try:
-            asked: dict[str, Any] = json.loads(told)
-            question, lost = int(asked["question"]), [int(r) for r in asked["lost"]]
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            return  # no program of ours says so
-        if question == self._questions.get(number, 0) + 1:
-            self._questions[number] = question
-            self._membership.asks(number, lost, now)
+        question = epochs.Question.unpack(told) if told is not None else None
+        attended = self._attended[number]
+        if question is not None and question.number == attended.questions + 1:
+            attended.questions = question.number
+            self._membership.asks(number, question.lost, now)
 
     def _never_came(self, rank: Rank, code: int | None, now: float) -> None:
-        self._start_by.pop(rank.number)
         why = f"ended with code {code}"
         if code is None:
             name = self._rules.named("start_timeout")
@@ -472,9 +423,11 @@ class Driver:
         how += f"; it said: {said.splitlines()[-1]}" if said else ""
         rank.done, rank.code = True, 1
         self._membership.ended(rank.number, 1, how, now)
-        started = self._started.pop(rank.number)
-        started.part()
-        started.end(0.0)
+        attended = self._attended[rank.number]
+        assert attended.started is not None
+        attended.started.part()
+        attended.started.end(0.0)
+        attended.started = attended.start_by = None
 
     # What is decided.
 
@@ -500,7 +453,7 @@ class Driver:
             rank = self._rank_table.ranks[member.number]
             if rank.channel:
                 rank.channel.send(Kind.SIGNAL, b"%d" % signal.SIGKILL)
-            self._kill_at[member.number] = now + GONE
+            self._attended[member.number].kill_at = now + GONE
         if todo.over is not None:
             self._finish(*todo.over, now)
 
@@ -513,8 +466,7 @@ class Driver:
             left = any(not rank.done for rank in self._rank_table.ranks)
             self._printer.note(f"{reason}{'; ending the other ranks' if left else ''}")
         self._end_at = now + GRACE
-        for rank in self._rank_table.ranks:
-            rank.done = rank.done or rank.channel is None
+        self._rank_table.give_up_missing()
         if not self._forwarded:
             self._rank_table.signal(signal.SIGTERM)
 
@@ -536,7 +488,7 @@ class Driver:
             self._end_at = None  # they may be saving
 
     def _answer(self, number: int, answer: Mapping[str, Any]) -> None:
-        name = epochs.answer_name(number, self._questions[number])
+        name = epochs.answer_name(number, self._attended[number].questions)
         self.kv_store.leave(name, json.dumps(answer).encode())
 
     def _start(self, member: JobMember, now: float) -> None:
@@ -545,12 +497,12 @@ class Driver:
         self._rank_table.ranks.append(Rank(number, member.host, here))
         self._printer.join(number)
         self._listener.size = number + 1
-        self._start_by[number] = now + self._reach.start_timeout
+        attended = self._attended[number] = _Attended(start_by=now + self._reach.start_timeout)
         try:
             if here:
                 env = start.wrapper_environment(self._listener.address, self._listener.secret)
                 (one,) = start.start_wrappers([number], env, self._writer)
-                self._started[number] = StartedProcess(one.process)
+                attended.started = StartedProcess(one.process)
                 return
             order = {
                 "address": self._listener.address,
@@ -558,14 +510,14 @@ class Driver:
                 "programs": [{"RINGLET_RANK": str(number)}],
             }
             if self._engine is not None:
-                self._started[number] = self._engine.start(member.host, order)
+                attended.started = self._engine.start(member.host, order)
                 return
             env = forwarded(self._env, self._asked)
             shell = self._reach.shell()
             process = start_agent(shell, bare(member.host), env, order, self._writer)
-            self._started[number] = StartedProcess(process)
+            attended.started = StartedProcess(process)
         except LaunchError as error:
-            self._start_by.pop(number)
+            attended.start_by = None
             rank = self._rank_table.ranks[number]
             rank.done, rank.code = True, 1
             self._membership.ended(number, 1, f"did not start: {error}", now)
@@ -611,10 +563,11 @@ class Driver:
         self._rank_table.release()
         self.kv_store.close()
         limit = time.monotonic() + GRACE
-        for started in self._started.values():
+        left = [each.started for each in self._attended.values() if each.started is not None]
+        for started in left:
             with contextlib.suppress(Exception):  # of an engine that is gone: the others are left
                 started.part()
-        for started in self._started.values():
+        for started in left:
             with contextlib.suppress(Exception):
                 started.end(limit - time.monotonic())
 

@@ -10,7 +10,12 @@ from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.launch.start import Started
 from ringlet.ring.processes import processes
-from ringlet.ring.rendezvous.loss_report import LossReport, leaving_name, loss_report_name
+from ringlet.ring.rendezvous.loss_report import (
+    LossReport,
+    leaving_code,
+    leaving_name,
+    loss_report_name,
+)
 from ringlet.ring.wire.kv_store import KvStore
 
 # Bytes of /dev/shm for a rank: MPICH 5 takes 5.3 MB, and may crash near the end.
@@ -69,8 +74,8 @@ class FailureReport:
 
     def _leaves(self, rank: Rank) -> bool:
         """Whether a rank has said that it ends, and not because it has lost another one."""
-        code = self._kv_store.value(leaving_name(rank.number))
-        return code is not None and code != b"%d" % LOST_PEER
+        told = self._kv_store.value(leaving_name(rank.number))
+        return told is not None and leaving_code(told) != LOST_PEER
 
     def missed(self, number: int) -> None:
         """Note a rank that has ended well before MPI_Init, in which others wait for it."""

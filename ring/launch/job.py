@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from ringlet.ring.launch.rank_table import RankTable
 from ringlet.ring.launch.signed_pickle import leave_parcels
 from ringlet.ring.launch.start import listen_for_wrappers
 from ringlet.ring.launch.termination import Termination
-from ringlet.ring.processes.output import HIGH, Printer
+from ringlet.ring.processes.output import Printer
 from ringlet.ring.processes.signals import Signals
 from ringlet.ring.wire.kv_store import KvStore
 
@@ -198,22 +197,12 @@ class Job:
             self._ending.break_off()
 
     def _wait(self) -> set[int]:
-        poll = select.poll()
-        for source in (self._signals.fileno(), *self._listener.sources()):
-            poll.register(source, select.POLLIN)
+        sources = [self._signals.fileno(), *self._listener.sources()]
         if self._helpers.noise is not None:
-            poll.register(self._helpers.noise, select.POLLIN)
-        # While too much waits to be printed, the ranks have to wait as well.
-        reading = select.POLLIN if self.printer.pending < HIGH else 0
-        for channel in self._rank_table.channels():
-            poll.register(channel, reading | (select.POLLOUT if channel.pending else 0))
-        for channel in self.kv_store.channels():
-            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
-        if (output := self.printer.wants) is not None:
-            poll.register(output, select.POLLOUT)
-        times = (self._ending.patience(), 1000 * p if (p := self._listener.patience()) else p)
-        timeout = min((time for time in times if time is not None), default=None)
-        return {descriptor for descriptor, _ in poll.poll(timeout)}
+            sources.append(self._helpers.noise.fileno())
+        times = (self._ending.patience(), self._listener.patience())
+        seconds = min((time for time in times if time is not None), default=None)
+        return self._rank_table.wait(sources, self.kv_store, seconds)
 
     def _release(self) -> None:
         """Leave no process behind."""

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ringlet.ring.errors import LOST_PEER, ProtocolError
 from ringlet.ring.processes import processes
-from ringlet.ring.processes.output import STDERR, STDOUT, Printer
+from ringlet.ring.processes.output import HIGH, STDERR, STDOUT, Printer
 from ringlet.ring.processes.pmi import Pmi
+from ringlet.ring.wire.kv_store import KvStore
 from ringlet.ring.wire.launch_link import Channel, Kind
 from ringlet.ring.wire.listener import Guest
 
 CAUSE_NS = 5_000_000_000  # how long an effect waits for its cause
 LEAVING_NS = 60_000_000_000  # and for one that is known to be on its way out
+LONGEST = 3600.0  # seconds of one wait: some say "never" with more than poll takes, 24 days
 
 
 @dataclass
@@ -100,6 +103,25 @@ class RankTable:
         if self._place is not None:
             guest.channel.send(Kind.BEGIN, self._place)
         return True
+
+    def wait(self, sources: Iterable[int], store: KvStore, seconds: float | None) -> set[int]:
+        """Return the descriptors that are ready, once one is, or in so many ``seconds``.
+
+        They are of ``sources``, of ranks, of who uses ``store``, and of what is printed to.
+        """
+        poll = select.poll()  # which takes descriptors above 1023, too
+        for source in sources:
+            poll.register(source, select.POLLIN)
+        # While too much waits to be printed, the ranks have to wait as well.
+        reading = select.POLLIN if self._printer.pending < HIGH else 0
+        for channel in self.channels():
+            poll.register(channel, reading | (select.POLLOUT if channel.pending else 0))
+        for channel in store.channels():
+            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
+        if (output := self._printer.wants) is not None:
+            poll.register(output, select.POLLOUT)
+        timeout = None if seconds is None else 1000 * min(seconds, LONGEST)
+        return {descriptor for descriptor, _ in poll.poll(timeout)}
 
     def serve(self, ready: set[int]) -> None:
         """Take what the ranks whose connections are ``ready`` have sent."""

@@ -93,17 +93,17 @@ class Termination:
         self._end_others()
 
     def patience(self) -> float | None:
-        """Return for how many milliseconds nothing has to be looked at, None for ever."""
+        """Return for how many seconds nothing has to be looked at, None for ever."""
         timeout: float | None = None
         # By what judge() has settled, never by a condition that may have changed since: that would
         # be waited for without end.
         if self._rank_table.missing() or not self.explained or self._failure.awaits_cause():
-            timeout = 100.0  # look now and then whether they, or mpiexec, still run
+            timeout = 0.1  # look now and then whether they, or mpiexec, still run
         next_at = self._ask_at if self._kill_at is None else self._kill_at
         if self._kill_at is not None and self._elsewhere():
-            timeout = 1000 * LOOK
+            timeout = LOOK
         if next_at is not None:
-            timeout = max(10.0, min(timeout or 1e6, 1000 * (next_at - time.monotonic())))
+            timeout = max(0.01, min(timeout or 1000.0, next_at - time.monotonic()))
         return timeout
 
     def code(self) -> int:

@@ -44,6 +44,30 @@ class _Past:
 _past = _Past()
 
 
+@dataclass(frozen=True)
+class Question:
+    """A member asks for a rank in the next epoch, for the ``number``-th time.
+
+    ``lost`` are the ranks of its present epoch that it has lost.
+    """
+
+    number: int
+    lost: tuple[int, ...]
+
+    def pack(self) -> bytes:
+        """Return this as a value for the store."""
+        return json.dumps({"question": self.number, "lost": self.lost}).encode()
+
+    @classmethod
+    def unpack(cls, value: bytes) -> Question | None:
+        """Return what was packed; None where no program of ours says so."""
+        try:
+            asked: dict[str, Any] = json.loads(value)
+            return cls(int(asked["question"]), tuple(int(rank) for rank in asked["lost"]))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return None
+
+
 def is_elastic() -> bool:
     """Whether this process belongs to an elastic job."""
     return MEMBER in os.environ
@@ -91,8 +115,8 @@ def take_rank(env: MutableMapping[str, str]) -> None:
     """
     member, connection = int(env[MEMBER]), client(env)
     _past.questions += 1
-    asked = {"question": _past.questions, "lost": _past.lost}
-    connection.ask(Op.SET, ask_name(member).encode(), json.dumps(asked).encode())
+    question = Question(_past.questions, _past.lost)
+    connection.ask(Op.SET, ask_name(member).encode(), question.pack())
     name = answer_name(member, _past.questions)
     answer: dict[str, Any] = json.loads(connection.ask(Op.GET, name.encode(), timeout=None))
     connection.ask(Op.DELETE, name.encode())
@@ -111,6 +135,12 @@ def tell_met() -> None:
     """Let the launcher know that this process hears the other ranks' signs of life from now on."""
     name = met_name(int(os.environ[MEMBER]))
     client().tell(Op.SET, name.encode(), os.environ[EPOCH].encode())
+
+
+def met_epoch(told: bytes | None) -> int | None:
+    """Return the epoch that ``tell_met`` has told; None where no program of ours says so."""
+    told = told or b""
+    return int(told) if told.isdigit() and len(told) < 10 else None
 
 
 def tell_known() -> None:

@@ -50,6 +50,12 @@ def leaving_name(number: int) -> str:
     return f"leaving/{number}"
 
 
+def leaving_code(told: bytes | None) -> int | None:
+    """Return the code that ``tell_leaving`` has told; None where it, or what it is, is unknown."""
+    told = told or b""
+    return int(told) if told.isdigit() and len(told) < 4 else None
+
+
 def report_loss(error: PeerLost, env: Mapping[str, str]) -> bool:
     """Tell the launcher that ``env`` names, if any, whom this rank has lost.
 

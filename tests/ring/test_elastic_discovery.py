@@ -16,7 +16,7 @@ from ringlet.ring.addresses import split_port
 from ringlet.ring.control.heartbeat import state_of
 from ringlet.ring.elastic import discovery as module
 from ringlet.ring.elastic.discovery import Discovery
-from ringlet.ring.elastic.driver import Driver
+from ringlet.ring.elastic.driver import Driver, _Attended
 from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host
@@ -301,7 +301,8 @@ def test_who_reports_when_the_job_is_over_is_not_waited_for():
     driver = Driver(["true"], Rules(1, 1), Discovery("true"), "gloo", {}, Reach())
     driver._listener = Listener(1)
     driver._rank_table = RankTable([], Notes(), driver._task)
-    late = driver._started[0] = Starting(driver._listener.address)
+    late = Starting(driver._listener.address)
+    driver._attended[0] = _Attended(late)
     driver._release()
     assert isinstance(late.found, ConnectionRefusedError)
 

@@ -14,6 +14,8 @@ from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.launch.rank_table import Rank
+from ringlet.ring.rendezvous.epochs import Question, met_epoch
+from ringlet.ring.rendezvous.loss_report import leaving_code
 
 TWO = [Host("a", 2), Host("b", 2)]
 
@@ -760,3 +762,18 @@ class Anything(RuleBasedStateMachine):
 
 
 TestAnything = Anything.TestCase
+
+
+@pytest.mark.parametrize(
+    "told",
+    [b"", b"x", b"-1", b"9" * 10, b"\xff", b"[]", b"[" * 100_000, b'{"question": 2}',
+     b'{"question": 2, "lost": [1e400]}', b'{"question": 2, "lost": [null]}'],
+)  # fmt: skip
+def test_what_no_member_of_ours_has_left_says_nothing(told):
+    assert (met_epoch(told), leaving_code(told), Question.unpack(told)) == (None, None, None)
+
+
+def test_what_a_member_has_left_is_read():
+    assert (met_epoch(b"12"), leaving_code(b"137"), leaving_code(b"?")) == (12, 137, None)
+    for question in (Question(1, ()), Question(3, (0, 2))):
+        assert Question.unpack(question.pack()) == question

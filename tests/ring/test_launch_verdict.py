@@ -122,7 +122,7 @@ def test_a_cause_that_is_due_between_two_looks_is_not_waited_for_without_end(
     termination.judge()
     assert failure.first is None
     now[0] += 1
-    assert termination.patience() == 100.0
+    assert termination.patience() == 0.1
     termination.judge()
     assert (
         failure.reason()
