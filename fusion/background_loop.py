@@ -71,11 +71,8 @@ class Announcements:
         deadline = time.monotonic() + patience
         while True:
             while (message := self.next()) is not None:
-                if message[:1] == m.LOST:
-                    ranks, text = loads(message[1:])
-                    return LostElsewhere(text, ranks).told()
-                if message[:1] == m.BROKEN:
-                    return EngineClosed(str(BrokenElsewhere(loads(message[1:]))))
+                if (end := m.unpack_end(message)) is not None:
+                    return end.told()
             left = deadline - time.monotonic()
             self.listen(max(0.0, left))
             if left <= 0 and not self._heard:
@@ -138,7 +135,7 @@ class Loop:
         except BrokenElsewhere as error:
             if self._life.closing:  # nobody here may ask any more
                 log.error("%s", error)
-            return EngineClosed(str(error))
+            return error.told()
         except BaseException as error:
             log.debug("the engine failed", exc_info=True)
             self._announce(in_words(error))
@@ -149,7 +146,7 @@ class Loop:
     def _broken(self, error: BaseException) -> EngineClosed:
         """Return what callers here are told: what those on other ranks are, and the cause."""
         text = f"rank {self._worker.rank}: {in_words(error)}"
-        broken = EngineClosed(str(BrokenElsewhere(text)))
+        broken = BrokenElsewhere(text).told()
         broken.__cause__ = error
         return broken
 

@@ -40,6 +40,10 @@ class BrokenElsewhere(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(f"the engine broke on {text}")
 
+    def told(self) -> EngineClosed:
+        """Return what callers are told."""
+        return EngineClosed(str(self))
+
 
 class LostElsewhere(Exception):
     """The coordinator's word on which ranks are lost, or have lost each other, and why."""

@@ -17,10 +17,8 @@ from ringlet.fusion.buckets.group import Group, Ready
 from ringlet.fusion.devices.host import Place
 from ringlet.fusion.encoding_queue import EncodingQueue
 from ringlet.fusion.errors import (
-    BrokenElsewhere,
     CompressionFailed,
     DuplicateName,
-    LostElsewhere,
     OutOfMemory,
     StepAbandoned,
     in_words,
@@ -210,11 +208,8 @@ class Worker:
             if self.joined or message[:1] not in _OVERLAPPING:
                 self.pipeline.drain()
             handler(message)
-        elif message[:1] == m.LOST:
-            ranks, text = loads(message[1:])
-            raise LostElsewhere(text, ranks)
-        elif message[:1] == m.BROKEN:
-            raise BrokenElsewhere(loads(message[1:]))
+        elif (end := m.unpack_end(message)) is not None:
+            raise end
 
     def encode_next(self) -> None:
         """Compress one of the ``complete`` buckets, and vote for it."""

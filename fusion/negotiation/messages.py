@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ringlet.fusion.errors import BrokenElsewhere, LostElsewhere
 from ringlet.fusion.requests.request import Request, dumps, loads
 
 # From a rank to the coordinator. A version counts the EXECUTE messages that the rank has heard.
@@ -252,6 +253,14 @@ def unpack_execute_hits(message: bytes) -> tuple[int, int, int]:
     """Decode (process set, batch, bits)."""
     _, process_set, batch = _EXECUTE.unpack_from(message)
     return process_set, batch, int.from_bytes(message[_EXECUTE.size :], "little")
+
+
+def unpack_end(message: bytes) -> LostElsewhere | BrokenElsewhere | None:
+    """Return what a LOST or BROKEN message says, with which engines end; None for any other."""
+    if message[:1] == LOST:
+        ranks, text = loads(message[1:])
+        return LostElsewhere(text, ranks)
+    return BrokenElsewhere(loads(message[1:])) if message[:1] == BROKEN else None
 
 
 def _vector(bits: int) -> bytes:

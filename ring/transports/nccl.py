@@ -159,7 +159,7 @@ class NcclCommunicator(GpuCommunicator):
         if problem:
             raise unavailable("nccl", problem.decode(), "Name one in NCCL_SOCKET_IFNAME.")
         with self._cupy.cuda.Device(self._device):
-            code, self._handle = self._library.init(self.size, made, self.rank)
+            code, self._handle = self._library.join(self.size, made, self.rank)
             self._finish("joining", code)
 
     def _refuse_shared_gpus(self) -> None:

@@ -92,7 +92,7 @@ class Library:
             raise OSError(f"NCCL has no unique id to give: {self.explain(code, 0)}")
         return bytes(made)
 
-    def init(self, size: int, unique_id: bytes, rank: int) -> tuple[int, int]:
+    def join(self, size: int, unique_id: bytes, rank: int) -> tuple[int, int]:
         """Begin to join ``size`` ranks without waiting for them; return (code, handle)."""
         handle = _POINTER()
         config = _Config(

@@ -38,7 +38,7 @@ class StandIn:
             self.world.parts[made.ljust(ID_BYTES)] = None
         return made.ljust(ID_BYTES)
 
-    def init(self, size, unique_id, rank):
+    def join(self, size, unique_id, rank):
         with self.world.lock:
             part = self.world.parts[unique_id] = self.world.parts[unique_id] or World(size)
         assert part.size == size
