@@ -245,6 +245,8 @@ class DdpState:
         Mismatch, on all ranks, where they name parameters otherwise, and would wait for each other.
         Where hooks before this one have reduced the model of ``parameters``, those of its first
         bucket, ranks that have loaded something are newcomers if others have not: they forget it.
+        ``agree_on_loaded`` does this where an optimizer's state is broadcast,
+        ``StepAgreement.compare`` behind a step of an optimizer's.
         """
         runtime = self._runtime
         if self._alike or runtime.size == 1:
