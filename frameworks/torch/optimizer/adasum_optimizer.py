@@ -23,7 +23,7 @@ from ringlet.shared.requests import check_predivide
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.reductions import grouped_allreduce_async_
-from ringlet.torch.optimizer.naming import refuse_strays
+from ringlet.torch.optimizer.frozen import refuse_strays
 from ringlet.torch.optimizer.reducer import NO_COPY, REPEAT
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 

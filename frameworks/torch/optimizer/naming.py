@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 
 from ringlet.compressors import Compressor, Router
 from ringlet.ring.callers import outside
-from ringlet.torch.optimizer.frozen import is_still
 from ringlet.torch.tensors.views import check_whole
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
@@ -32,30 +31,50 @@ def name_parameters(
     Raises ValueError for repeated names, and parameters named twice or not at all; TypeError for
     those that FSDP1 has sharded.
     """
-    groups = [group["params"] for group in param_groups]
-    held = {id(p) for params in groups for p in params}
-    trainable = [p for params in groups for p in params if p.requires_grad]
     if named_parameters is None:
         named_parameters = _own_names(param_groups)
         return {name: p for name, p in named_pairs(named_parameters) if p.requires_grad}
+    groups = [group["params"] for group in param_groups]
+    held = {id(p) for params in groups for p in params}
+    trainable = {id(p) for params in groups for p in params if p.requires_grad}
     named = named_pairs(named_parameters)
     if trainable and not named:
         raise ValueError(
             "named_parameters is empty: a generator serves once; call model.named_parameters() anew"
         )
+    _refuse_repeated(named)
+    _warn_of_extra(named, held)
+    _refuse_unnamed(groups, named, held)
+    return {name: p for name, p in named if id(p) in trainable}
+
+
+def _refuse_repeated(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise ValueError for a name of two parameters, or a parameter of two names."""
     _refuse("named_parameters repeats names", _repeated(name for name, _ in named))
-    twice = _repeated(id(p) for _, p in named)
+    twice = set(_repeated(id(p) for _, p in named))
     _refuse(
         "named_parameters names one parameter several times",
-        [name for name, p in named if id(p) in set(twice)],
+        [name for name, p in named if id(p) in twice],
     )
-    held_back = [name for name, p in named if id(p) not in held and p.requires_grad]
-    if held_back:
+
+
+def _warn_of_extra(named: Sequence[tuple[str, torch.Tensor]], held: Container[int]) -> None:
+    """Warn of trainable parameters that the optimizer, by the ids ``held``, does not hold."""
+    extra = [name for name, p in named if id(p) not in held and p.requires_grad]
+    if extra:
         warnings.warn(
-            f"named_parameters names {len(held_back)} trainable parameter(s) that the optimizer "
-            f"does not hold, the first {held_back[0]!r}; their gradients are not reduced by it",
+            f"named_parameters names {len(extra)} trainable parameter(s) that the optimizer "
+            f"does not hold, the first {extra[0]!r}; their gradients are not reduced by it",
             stacklevel=outside(),
         )
+
+
+def _refuse_unnamed(
+    groups: Sequence[Sequence[torch.Tensor]],
+    named: Sequence[tuple[str, torch.Tensor]],
+    held: Set[int],
+) -> None:
+    """Raise ValueError for trainable parameters in ``groups`` that have no name."""
     known = {id(p) for _, p in named}
     unnamed = [
         f"group {i}, position {j}, shape {list(p.shape)}"
@@ -68,14 +87,12 @@ def name_parameters(
             "named_parameters has only tensors without gradients, such as a state_dict's; pass "
             "model.named_parameters()"
         )
-    if unnamed and not held.intersection(known):
+    if unnamed and held.isdisjoint(known):
         raise ValueError(
             "named_parameters are of another model than the optimizer's parameters: make the "
             "optimizer with the model that is trained, after whatever replaces its parameters"
         )
     _refuse("the optimizer holds parameters that named_parameters does not name", unnamed)
-    wanted = {id(p) for p in trainable}
-    return {name: p for name, p in named if id(p) in wanted}
 
 
 def _own_names(param_groups: list[dict[str, Any]]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -191,6 +208,7 @@ def grouped_names(
     if isinstance(groups, int):
         if groups < 0:
             raise ValueError(f"groups must be at least 0, got {groups}")
+        # As Horovod for torch: the first groups are one longer. ``numbered_groups`` spreads these.
         each, extra = divmod(len(names), max(groups, 1))
         ends = [i * each + min(i, extra) for i in range(groups + 1)]
         return [names[a:b] for a, b in pairwise(ends) if b > a]
@@ -203,42 +221,3 @@ def grouped_names(
         raise ValueError("groups holds a parameter that the optimizer does not train")
     _refuse("groups holds parameters several times", _repeated(flat))
     return found
-
-
-def refuse_strays(
-    param_groups: Iterable[Mapping[str, Any]], known: Container[torch.Tensor], kind: str, cure: str
-) -> None:
-    """Raise RuntimeError if a parameter has a gradient and is none of ``known``, those of ``kind``.
-
-    It would be another one on each rank from the next step on. Zeros that ``zero_grad`` has left on
-    a frozen parameter are the same on all.
-    """
-    for i, group in enumerate(param_groups):
-        for j, p in enumerate(group["params"]):
-            if p.grad is not None and p not in known and not is_still(p):
-                raise RuntimeError(
-                    f"parameter {j} of group {i}, shape {list(p.shape)}, was added or unfrozen "
-                    f"after {kind} was made, so its gradient is not reduced; {cure}"
-                )
-
-
-def refuse_partitioned(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Raise ValueError, with ``why``, for an optimizer whose ranks each step on their own part.
-
-    So torch's ZeroRedundancyOptimizer and FairScale's OSS do, and send it to the others.
-    """
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    for kind in sorted(kinds & {"ZeroRedundancyOptimizer", "OSS"}):
-        raise ValueError(f"{kind} lets each rank step on a part of the parameters alone: {why}")
-
-
-def refuse_inner_groups(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Raise ValueError, with ``why``, if the optimizer has one inside with groups of its own."""
-    own = {id(group) for group in optimizer.param_groups}
-    inside = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
-    for inner in inside:
-        if any(id(group) not in own for group in inner.param_groups):
-            raise ValueError(
-                f"{type(optimizer).__name__} steps by a {type(inner).__name__} inside, with "
-                f"parameter groups of its own: {why}"
-            )

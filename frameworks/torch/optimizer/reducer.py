@@ -30,10 +30,10 @@ from ringlet.shared.requests import check_predivide
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.optimizer.double_reduction import refuse_ddp
 from ringlet.torch.optimizer.drift_check import DriftCheck
-from ringlet.torch.optimizer.frozen import is_zero
+from ringlet.torch.optimizer.frozen import is_zero, refuse_strays
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
-from ringlet.torch.optimizer.naming import refuse_strays, warn_of_unmatched
+from ringlet.torch.optimizer.naming import warn_of_unmatched
 from ringlet.torch.optimizer.parameter_memory import ParameterMemory
 from ringlet.torch.optimizer.sparse_gradients import SparseGradients
 from ringlet.torch.optimizer.step_agreement import StepAgreement

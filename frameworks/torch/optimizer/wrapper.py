@@ -28,10 +28,9 @@ from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, record_in, shards_of
 from ringlet.torch.optimizer.lost_memory import mark, take_mark, warn_of_loaded_too_early
-from ringlet.torch.optimizer.naming import (
-    Named,
-    grouped_names,
-    name_parameters,
+from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
+from ringlet.torch.optimizer.optimizer_checks import (
+    check_is_optimizer,
     refuse_inner_groups,
     refuse_partitioned,
 )
@@ -491,15 +490,6 @@ def _check_optimizer(optimizer: object) -> None:
     check_is_optimizer(optimizer)
 
 
-def check_is_optimizer(optimizer: object) -> None:
-    """Raise TypeError unless ``optimizer``, the first argument of a call, is one of torch's."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"the first argument is a torch optimizer, such as torch.optim.SGD(model.parameters(), "
-            f"lr=0.1), not {_described(optimizer)}"
-        )
-
-
 def _reduction_of(
     optimizer: torch.optim.Optimizer,
     named: dict[str, torch.nn.Parameter],
@@ -531,13 +521,6 @@ def _reducer_of(optimizer: torch.optim.Optimizer) -> Reducer | None:
     """Return what has reduced the gradients of ``optimizer`` so far, if it still does."""
     found = _reducers.get(optimizer)
     return None if found is None else found()
-
-
-def _described(value: object) -> str:
-    """Return what was given instead of an optimizer, in a few words."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return "the model" if isinstance(value, torch.nn.Module) else f"a {type(value).__name__}"
 
 
 def _agree_on_arguments(base: type, options: Options) -> None:

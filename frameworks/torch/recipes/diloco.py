@@ -23,15 +23,12 @@ from ringlet.torch.optimizer.checkpoint import (
     record_in,
     shards_of,
 )
-from ringlet.torch.optimizer.naming import (
-    Named,
-    name_parameters,
-    refuse_partitioned,
-    refuse_strays,
-)
+from ringlet.torch.optimizer.frozen import refuse_strays
+from ringlet.torch.optimizer.naming import Named, name_parameters
+from ringlet.torch.optimizer.optimizer_checks import check_is_optimizer, refuse_partitioned
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
-from ringlet.torch.optimizer.wrapper import DistributedOptimizer, check_is_optimizer
+from ringlet.torch.optimizer.wrapper import DistributedOptimizer
 
 _KEY = "ringlet_diloco"  # in a state_dict, beside the inner optimizer's state
 

@@ -25,7 +25,8 @@ from ringlet.torch.optimizer.checkpoint import (
     record_in,
     shards_of,
 )
-from ringlet.torch.optimizer.naming import Named, named_pairs, refuse_strays
+from ringlet.torch.optimizer.frozen import refuse_strays
+from ringlet.torch.optimizer.naming import Named, named_pairs
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
