@@ -64,9 +64,9 @@ class Reducer:
 
     A step begins with its first gradient. It ends with ``synchronize``, or by one of these:
 
-    ===================  ===========================  =======================  ==================
+    ===================  ===========================  =======================  ===================
     method               who calls it                 other ranks hear         memory becomes
-    ===================  ===========================  =======================  ==================
+    ===================  ===========================  =======================  ===================
     ``abandon``          the script, or what hands    of this step, or of the  mixed
                          in a gradient and raises     next if none has begun
     ``give_up_because``  who refuses to take a step,  of this step, or of the  mixed
@@ -75,12 +75,12 @@ class Reducer:
     ``leave_step``       TorchState, to go back       of this step             mixed
     ``take_back``        TorchState, DiLoCo: a step   of this step             as before the step
                          has failed
-    ``undo``             masters: an overflow, which  nothing                  as before, but for
-                         all ranks have seen                                   how often
+    ``undo``             masters: an overflow, which  nothing                  as before the step,
+                         all ranks have seen                                   which is counted
     ``forget_passes``    ``zero_grad``, where no      nothing                  what it is
                          step is under way
     ``join_epoch``       what is first in an epoch    nothing                  resized for ranks
-    ===================  ===========================  =======================  ==================
+    ===================  ===========================  =======================  ===================
 
     They hear it as StepAbandoned. Mixed: of each tensor as before the step, or as after it.
     """
