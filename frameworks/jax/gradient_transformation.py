@@ -405,9 +405,9 @@ class _Reductions:
         for path, known in _of_paths(lent.places, lent.present).items():
             state = states.setdefault(path, {})
             put(state, nested(known))
-            if bool(divided[path]) != self._divides(path):  # another spec's
-                before = lent.among if divided[path] else 1
-                after = self._settings.process_set.size() if self._divides(path) else 1
+            before = lent.among if divided[path] else 1  # of another spec, or among other ranks
+            after = self._settings.process_set.size() if self._divides(path) else 1
+            if before != after:
                 prescale(state, chosen(path), before / after)
         for slot in slots:  # which compressors that remember nothing else count, too
             states.setdefault(slot.name, {})["step"] = step
@@ -517,6 +517,15 @@ def _some_values(slot: Slot) -> Array:
 
 
 def _warn_of_owner(given: Sequence[int], own: Sequence[int]) -> None:
+    if given[0] == own[0]:  # among other ranks: most likely this rank's, of an earlier job
+        log.warning(
+            "the state of reduce_gradients is that of rank %d of %d, and rank %d of %d goes on "
+            "with it: what ranks held back that are no more is lost. To begin without it, call "
+            "init(params) anew on every rank",
+            *given,
+            *own,
+        )
+        return
     log.warning(
         "the state of reduce_gradients is that of rank %d of %d, and rank %d of %d goes on with "
         "it: what this rank held back is lost, and what the other did may count twice. Every rank "

@@ -600,6 +600,29 @@ def case_the_state_of_another_rank():
             assert all(words in text for text in texts), texts
 
 
+def case_the_state_of_a_job_of_other_ranks():
+    """It goes on in units of the gradient, also where these are divided before; that is told."""
+    size, rank = hvd.size(), hvd.rank()
+    nothing = {"w": jnp.zeros(3000)}
+    for spec in ("topk(ratio=0.01) | ef", "fp16 | ef"):
+        transformation, texts = hvd.reduce_gradients(spec), []
+        state = transformation.init(nothing)
+        share = 1 / (size + 1) if spec == "fp16 | ef" else 1.0  # among one rank more
+        held = {"w": {key: jnp.full(a.shape, share) for key, a in state.held["w"].items()}}
+        mark = jnp.full(state.present.shape, 1 + (spec == "fp16 | ef"), jnp.uint8)
+        owner = jnp.array([rank, size + 1], jnp.int32)
+        with warned(texts):
+            sent, after = transformation.update(
+                nothing, state._replace(held=held, present=mark, owner=owner)
+            )
+        (text,) = texts
+        assert f"of rank {rank} of {size + 1}, and rank {rank} of {size} goes on" in text
+        assert "may count twice" not in text
+        share = 1 / size if spec == "fp16 | ef" else 1.0
+        left = hvd.allreduce(after.held["w"]["residual"], op=hvd.Average, name="left") / share
+        np.testing.assert_allclose(sent["w"] + left, np.ones(3000), rtol=1e-3)
+
+
 def case_a_spec_that_remembers_nothing_goes_on():
     before = hvd.reduce_gradients({"w": "topk(ratio=0.1) | ef", "*": "none"})
     given = jax.tree.map(jnp.asarray, {"w": gradients(0)["out"], "b": np.ones(2000, np.float32)})
@@ -809,6 +832,7 @@ SIZES = {
     case_an_elastic_job_begins_from_a_checkpoint: (2,),
     case_a_newcomer_to_an_elastic_job_forgets_what_others_pay: (2, 3),
     case_the_state_of_another_rank: (2, 3),
+    case_the_state_of_a_job_of_other_ranks: (2,),
     case_init_on_some_ranks_only: (2, 3),
     case_outside_of_the_process_set: (2, 3),
 }
