@@ -208,7 +208,7 @@ def grouped_names(
     if isinstance(groups, int):
         if groups < 0:
             raise ValueError(f"groups must be at least 0, got {groups}")
-        # As Horovod for torch: the first groups are one longer. ``numbered_groups`` spreads these.
+        # As in Horovod: the first groups are one longer. ``numbered_groups`` spreads what is left.
         each, extra = divmod(len(names), max(groups, 1))
         ends = [i * each + min(i, extra) for i in range(groups + 1)]
         return [names[a:b] for a, b in pairwise(ends) if b > a]
