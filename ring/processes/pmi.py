@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from ringlet.ring.errors import ProtocolError
@@ -50,6 +51,16 @@ def remove_segments(name: str) -> None:
                 path.unlink()
 
 
+def _mapping(nodes: Sequence[int]) -> str:
+    """Return which ranks share a host: runs of hosts with as many ranks, (first, hosts, ranks)."""
+    blocks, first = "", 0
+    for count, alike in groupby(nodes):
+        hosts = len(list(alike))
+        blocks += f",({first},{hosts},{count})"
+        first += hosts
+    return f"(vector{blocks})"
+
+
 class Pmi:
     """Answers the ranks of one job; ``nodes`` says how many of them each host has, in order."""
 
@@ -58,8 +69,9 @@ class Pmi:
         # Of the one space that values are kept in. MPI names shared memory after it, so no other
         # job, nor one that ended in the middle, may have had it.
         self.name = f"ringlet_{secrets.token_hex(16)}"
-        blocks = "".join(f",({node},1,{count})" for node, count in enumerate(nodes))
-        self._values = {"PMI_process_mapping": f"(vector{blocks})"}
+        self._values: dict[str, str] = {}
+        if len(mapping := _mapping(nodes)) < _VALUES:  # else MPI compares names of hosts
+            self._values["PMI_process_mapping"] = mapping
         self.aborted: dict[int, int] = {}  # the code that a rank has called MPI_Abort with
         self._begun: set[int] = set()  # ranks that have called MPI_Init
         self._waiting: set[int] = set()  # ranks in the barrier

@@ -61,6 +61,20 @@ def test_what_mpi_asks() -> None:
             ask(0, odd)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "blocks"),
+    [
+        ([2, 2, 3], "(0,2,2),(2,1,3)"),
+        ([8] * 128, "(0,128,8)"),
+        ([1, 2] * 60, None),  # longer than a value may be: MPI compares names of hosts
+    ],
+)
+def test_hosts_with_as_many_ranks_are_told_of_at_once(nodes: list[int], blocks: str | None) -> None:
+    ((_, told),) = Pmi(nodes).take(0, b"cmd=get kvsname=job key=PMI_process_mapping")
+    found = "rc=-1" if blocks is None else f"value=(vector,{blocks})"
+    assert found in told.decode()
+
+
 SOCKETS = """
 import json, os
 from mpi4py import MPI
