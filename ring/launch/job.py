@@ -147,6 +147,7 @@ class Job:
                 self._failure.manager = self._helpers.started[0]
             while self.printer.pending or not self._rank_table.done or not self._ending.explained:
                 self._step()
+            self.printer.close()
             said = self.printer.losses.summary()
             if said:
                 self.printer.note(said)

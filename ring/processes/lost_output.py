@@ -18,5 +18,7 @@ class Losses:
 
     def summary(self) -> str:
         """Return how much was dropped; empty if nothing was."""
-        listed = ", ".join(f"{nbytes} bytes for {place}" for place, nbytes in self._dropped.items())
+        listed = ", ".join(
+            f"{nbytes or 'some'} bytes for {place}" for place, nbytes in self._dropped.items()
+        )
         return listed and f"output was dropped: {listed}"

@@ -68,7 +68,7 @@ class Printer:
         """Close the files of a rank that prints no more."""
         for stream in _NAMES:
             if file := self._files.pop((rank, stream), None):
-                file.close()
+                self._close(file)
 
     def feed(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes that ``rank`` wrote to ``stream`` (1 or 2); queue the lines now whole."""
@@ -195,4 +195,10 @@ class Printer:
     def close(self) -> None:
         """Close the files. Idempotent."""
         for file in self._files.values():
+            self._close(file)
+
+    def _close(self, file: BinaryIO) -> None:
+        try:
             file.close()
+        except OSError as error:  # a file system elsewhere says only now that it is full
+            self._lost(f"--output-filename {self._directory}", 0, error)

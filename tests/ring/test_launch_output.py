@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -162,6 +164,22 @@ def test_a_full_disk_under_the_files_does_not_end_the_job(tmp_path: Path) -> Non
         f"ringlet run: output was dropped: 8000 bytes for {where}",
     ]
     assert (tmp_path / "out/rank.1/stdout").stat().st_size == 1000
+
+
+def test_a_disk_that_is_full_only_when_files_are_closed_does_not_end_the_job(
+    tmp_path: Path,
+) -> None:
+    """As over NFS, or under a quota."""
+    printer = Printer(2, directory=str(tmp_path))
+    odd = Mock(close=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    for place in list(printer._files):
+        printer._files[place].close()
+        printer._files[place] = odd
+    printer.leave(0)
+    printer.close()
+    assert odd.close.call_count == 4
+    where = f"--output-filename {tmp_path}"
+    assert printer.losses.summary() == f"output was dropped: some bytes for {where}"
 
 
 @pytest.mark.parametrize("trap", ["folder", "link", "hard link", "pipe"])
