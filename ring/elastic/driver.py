@@ -35,7 +35,7 @@ from ringlet.ring.launch.horovod_hint import horovod_hint
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.launch.signed_pickle import leave_parcels
 from ringlet.ring.processes import processes, torchrun
-from ringlet.ring.processes.output import Printer
+from ringlet.ring.processes.output import HIGH, Printer
 from ringlet.ring.processes.signals import Signals
 from ringlet.ring.rendezvous import epochs
 from ringlet.ring.rendezvous.loss_report import leaving_code, leaving_name
@@ -329,7 +329,7 @@ class Driver:
             self._printer.note(complaint)
         if hosts is not None:
             self._membership.hosts_found(self._reachable(hosts), now)
-        for note in self._signs.look(now):
+        for note in self._signs.look(now, self._printer.pending < HIGH):
             self._printer.note(note)
         self._obey(self._membership.decide(now), now)
 

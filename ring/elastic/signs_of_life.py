@@ -24,8 +24,13 @@ class SignsOfLife:
         self._asked_at: dict[int, float] = {}  # when a late member's wrapper was asked about it
         self._doubted: list[Rank] = []  # ranks elsewhere for which others wait
 
-    def look(self, now: float) -> Iterator[str]:
-        """Ask about late members, and give up those that are silent: it is yielded which."""
+    def look(self, now: float, listens: bool) -> Iterator[str]:
+        """Ask about late members, and give up those that are silent: it is yielded which.
+
+        Nobody is silent while the launcher does not listen, as nobody reads what it prints.
+        """
+        if not listens:
+            self._asked_at = dict.fromkeys(self._asked_at, now)
         late = set(self._membership.late()) if self._silence else set()
         for number in self._asked_at.keys() - late:
             del self._asked_at[number]
