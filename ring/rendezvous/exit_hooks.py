@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import opcode
 import os
 import sys
@@ -39,7 +40,15 @@ def leave_on_exception(always: bool) -> None:
 def _hook(always: bool) -> None:
     leaving = _Leaving(always)
     sys.exit, sys.excepthook = leaving.exit_with, leaving.note
+    for name in ("exit", "quit"):
+        if type(getattr(builtins, name, None)).__name__ == "Quitter":  # the interpreter's
+            setattr(builtins, name, _exit)
     atexit.register(leaving.leave)  # runs after the handlers that are registered later
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """Do as the builtins ``exit`` and ``quit``, which raise SystemExit by themselves."""
+    sys.exit(status)
 
 
 class _Witness:

@@ -410,6 +410,8 @@ def test_a_program_that_keeps_what_it_has_caught_of_sys_exit_ends_well() -> None
         ("try: sys.exit(2)\nexcept SystemExit: sys.exit(6)", 6),
         ("try: sys.exit(7)\nexcept SystemExit as error:\n kept = error\n raise", 7),
         ("sys.exit('a text')", 1),
+        ("exit(5)", 5),
+        ("try: quit(3)\nexcept SystemExit: pass", 0),
     ],
 )
 def test_a_rank_ends_with_what_sys_exit_was_called_with_unless_that_was_caught(
