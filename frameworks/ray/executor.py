@@ -55,6 +55,7 @@ class RankWorker:
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._executable: Any = None
+        self._joined = False
 
     def place(self) -> tuple[str, str, list[str]]:
         """Return the node's id, the host's name, and the GPUs that Ray has given this worker."""
@@ -66,7 +67,7 @@ class RankWorker:
         """Become the rank of ``ticket``."""
         self._stack.close()
         self._stack.enter_context(placed_rank(ticket))
-        self._rank = ticket.standing.rank
+        self._rank, self._joined = ticket.standing.rank, True
 
     def build(self, call: bytes) -> Account:
         """Make the user's object."""
@@ -92,12 +93,16 @@ class RankWorker:
         return value
 
     def _account(self, fn: Callable[[], Any]) -> Account:
+        if not self._joined:  # it would be rank 0 of 1
+            text = "an earlier call of run_remote failed on this rank, which has left the job"
+            return account_of_error(self._rank, LaunchError(text))
         try:
             return Account(self._rank, bytes(pickler().dumps(fn())))
         except (Exception, SystemExit) as error:  # after the latter Ray would end this actor
             if isinstance(error, SystemExit) and error.code in (None, 0):
                 return Account(self._rank, bytes(pickler().dumps(None)))
             told: BaseException = error
+            self._joined = False
             try:
                 # The other ranks hear of it.
                 self._stack.pop_all().__exit__(type(error), error, error.__traceback__)

@@ -53,6 +53,22 @@ def test_functions_run_as_ranks_and_what_they_initialised_stays(executor):
     assert ray.get(executor.run_remote(total, [2])) == [(9.0, *found[1:]) for found in first]
 
 
+def size(_):
+    import ringlet.torch as hvd
+
+    hvd.init()
+    return hvd.size()
+
+
+def test_no_rank_trains_alone_after_a_failure_that_run_remote_told_of(executor):
+    for reference in executor.run_remote(raise_on_one):
+        with pytest.raises(WorkerFailed):
+            ray.get(reference)
+    with pytest.raises(WorkerFailed, match="an earlier call of run_remote failed on this rank"):
+        executor.run(size, [None])
+    assert executor.run(size, [None]) == [3] * 3
+
+
 def raise_on_one():
     import torch
 
