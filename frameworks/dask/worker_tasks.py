@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +17,8 @@ from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.interfaces import find_interface
 from ringlet.ring.placed.store_server import StoreServer
 from ringlet.ring.placed.ticket import Ticket, tickets
+
+_LOOK = 5.0  # seconds between two looks at which workers there are
 
 
 @public
@@ -63,7 +66,7 @@ def run(
         ]  # fmt: skip
         accounts = gathered(
             dict(enumerate(futures)),
-            _ended,
+            partial(_ended, client, chosen),
             lambda rank, future: _account(rank, future, chosen[rank], server),
         )
         explained = any(each.value is None and not each.effect for each in accounts.values())
@@ -79,18 +82,28 @@ def _task(ticket: Ticket, call: bytes) -> Account:
     return account_of(ticket, called, (call,), {})
 
 
-def _ended(futures: Mapping[int, Any], seconds: float | None) -> list[int]:
+def _ended(
+    client: Client, addresses: Sequence[str], futures: Mapping[int, Any], seconds: float | None
+) -> list[int]:
+    """Return the ranks that have ended, or whose workers are gone: Dask waits for those."""
+    patience = _LOOK if seconds is None else min(seconds, _LOOK)
     with contextlib.suppress(TimeoutError):
-        wait(list(futures.values()), timeout=seconds, return_when="FIRST_COMPLETED")
-    return [rank for rank, future in futures.items() if future.done()]
+        wait(list(futures.values()), timeout=patience, return_when="FIRST_COMPLETED")
+    if done := [rank for rank, future in futures.items() if future.done()]:
+        return done
+    known = client.scheduler_info(n_workers=-1)["workers"]
+    return [rank for rank in futures if addresses[rank] not in known]
 
 
 def _account(rank: int, future: Any, address: str, server: StoreServer) -> Account:
-    error = future.exception()
-    if error is None:
+    if not future.done():
+        future.cancel()
+        text = f"has gone: the worker {address} is not in the cluster any more"
+    elif (error := future.exception()) is None:
         account: Account = future.result()
         return account
-    text = f"has gone: the worker {address} did not finish it ({' '.join(str(error).split())})"
+    else:
+        text = f"has gone: the worker {address} did not finish it ({' '.join(str(error).split())})"
     server.fail(f"rank {rank} {text}")
     return Account(rank, ended=text)
 

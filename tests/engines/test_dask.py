@@ -95,3 +95,11 @@ def end_one():
 def test_a_worker_that_ends_is_named(client):
     with pytest.raises(WorkerFailed, match=r"rank 2 has .*tcp://127\.0\.0\.1:\d+"):
         ringlet.dask.run(client, end_one)
+
+
+def test_a_worker_that_ends_alone_is_named(client):
+    """Nobody is left who could tell, and Dask waits for a worker with its address."""
+    client.wait_for_workers(3)
+    chosen = list(client.scheduler_info(n_workers=-1)["workers"])[:1]
+    with pytest.raises(WorkerFailed, match=rf"rank 0 has gone: the worker {chosen[0]}"):
+        ringlet.dask.run(client, lambda: os.kill(os.getpid(), signal.SIGKILL), workers=chosen)
