@@ -160,11 +160,13 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         if STATE_KEY in outer:
             state[STATE_KEY] = outer.pop(STATE_KEY)
         agreed = {name: p.detach() for name, p in self._agreed.items()}
-        state[_KEY] = {"steps": self.steps, "agreed": agreed, "outer": outer}
+        moving = sorted(self._moving)
+        state[_KEY] = {"steps": self.steps, "agreed": agreed, "outer": outer, "moving": moving}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with what this rank saved, as DistributedOptimizer does."""
+        self._ringlet.refuse_mid_step("load_state_dict")
         kept = record_in(state_dict)  # before anything is loaded
         self._load_inner(state_dict)
         self._ringlet.load(kept)
@@ -192,6 +194,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
 
     def load_sharded(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""
+        self._ringlet.refuse_mid_step("load_sharded")
         own, shards = shards_of(state_dicts, current().rank)
         self._load_inner(own)
         self._ringlet.load_shards(shards)
@@ -217,7 +220,8 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         except Exception:
             self.inner.load_state_dict(before)
             raise
-        self.steps, self._moving = int(own["steps"]), set(self._parameters)
+        self.steps = int(own["steps"])
+        self._moving = self._parameters.keys() & own.get("moving", self._parameters)
         with torch.no_grad():
             for name, p in self._agreed.items():
                 p.copy_(own["agreed"][name])
@@ -237,6 +241,9 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
                 )
         if type(own.get("steps")) is not int or own["steps"] < 0:
             raise ValueError(f"state_dict[{_KEY!r}]['steps'] is no number of steps: load another")
+        moving = own.get("moving", [])  # older files have none: all may have moved
+        if not isinstance(moving, list) or not all(isinstance(name, str) for name in moving):
+            raise ValueError(f"state_dict[{_KEY!r}]['moving'] is no list of names: load another")
         outer = own.get("outer")
         check_optimizers(outer)
         check_tensors(outer["state"], list(self._agreed.values()), f"state_dict[{_KEY!r}]['outer']")

@@ -76,7 +76,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         self.warmup, self.steps = warmup, 0
         self._names = {p: name for name, p in named.items()}
         self._compression: Spec | Routes = compression
-        self._compressing = False
+        self._compressing: bool | None = False  # None where that has to be seen
         self._loaded = False  # a state of which ranks have yet to see whether all have one
         # What is reduced travels as the gradient of a stand-in: a gradient first, momentum later.
         self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
@@ -137,6 +137,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts without residuals, if it did not."""
+        self._reducer.refuse_mid_step("load_state_dict")
         kept = record_in(state_dict)  # before anything is loaded
         self._load_inner(state_dict)
         self._reducer.memory.change(as_router(self._chosen()))
@@ -144,6 +145,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
 
     def load_sharded(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""
+        self._reducer.refuse_mid_step("load_sharded")
         own, shards = shards_of(state_dicts, current().rank)
         self._load_inner(own)
         self._reducer.memory.change(as_router(self._chosen()))
@@ -171,7 +173,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         steps = [_steps(key, state["step"]) for key, state in moments.items()]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
         self.steps = max(steps, default=0)
-        self._loaded = True
+        self._loaded, self._compressing = True, None  # what is declared may be another's by now
 
     @torch.no_grad()
     def _reduced(self) -> bool:
@@ -227,7 +229,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         job, newcomers and who goes back have declared it by then.
         """
         if self._compressing != (self.steps >= self.warmup):
-            self._compressing = not self._compressing
+            self._compressing = self.steps >= self.warmup
             if not self._reducer.declares(self._chosen()):
                 self._reducer.set_compression(self._chosen())
 
