@@ -59,6 +59,11 @@ class Memory:
         """From now on copy what is remembered before each step, for ``take_back`` and ``undo``."""
         self._undo = self._undo or Undo()
 
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether a step can be taken back."""
+        return self._undo is not None
+
     def began(self, fresh: bool = True) -> None:
         """Note that a step is being reduced; it begins now if it is ``fresh``."""
         self._unfinished = True

@@ -285,6 +285,24 @@ def case_a_parameter_that_one_rank_adds_to_onebit_adam_leaves_nobody_waiting():
     assert hvd.replicas_equal(m.state_dict())
 
 
+def case_onebit_adam_is_refused_on_one_rank_after_another():
+    """The one that has heard of the first refusal gives up a step of its own."""
+    m, extra = model(), nn.Linear(4, 40)
+    optimizer = hvd.OneBitAdam(m.named_parameters(), warmup=1)
+    optimizer.add_param_group({"params": list(extra.parameters())})
+    for n in range(2):
+        optimizer.zero_grad()
+        loss = m(torch.ones(2, 4)).sum()
+        (loss + extra(torch.ones(2, 4)).sum() if hvd.rank() == n else loss).backward()
+        error = RuntimeError if hvd.rank() == n else StepAbandoned
+        with pytest.raises(error, match="was added or unfrozen"):
+            optimizer.step()
+    optimizer.zero_grad()
+    m(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert hvd.replicas_equal(m.state_dict())
+
+
 def case_a_step_that_is_interrupted_on_one_rank_is_taken_when_it_is_repeated():
     """Others take it; zero_grad() would leave this rank a step behind, which nobody would see."""
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from ringlet.ring.errors import Mismatch, PeerLost
 from ringlet.torch.ops import replica_check
 from ringlet.torch.ops.replica_check import Comparison
 from ringlet.torch.ops.replica_check import _sum_of_bits as sum_of_bits
+from ringlet.torch.optimizer.reducer import Reducer
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -152,6 +153,30 @@ def test_onebit_adam_compares_its_own_in_an_elastic_job_too(what, monkeypatch):
 
     (told,) = told_by(work)
     assert "'0.bias'" in told if what == "parameters" else "such as lr" in told
+
+
+def test_no_rank_trains_alone_where_gradients_could_not_be_declared_in_an_elastic_job(monkeypatch):
+    monkeypatch.setattr("ringlet.torch.optimizer.reducer.is_elastic", lambda: True)
+    declare, failed = Reducer._declare, set()
+
+    def fail_first(reducer, step):
+        if hvd.rank() not in failed:
+            failed.add(hvd.rank())
+            raise MemoryError("no room")
+        declare(reducer, step)
+
+    monkeypatch.setattr(Reducer, "_declare", fail_first)
+
+    def work():
+        model = network()
+        optimizer = wrap(model)
+        with pytest.raises(MemoryError):
+            steps(model, optimizer)
+        optimizer.zero_grad()
+        steps(model, optimizer)
+        return hvd.replicas_equal(model.state_dict())
+
+    assert ranks(work) == [True] * 2
 
 
 def test_settings_of_the_optimizer_that_differ_are_told_of_once():
@@ -840,3 +865,37 @@ def test_nor_does_one_that_cannot_begin_because_a_rank_has_ended(monkeypatch):
     comparison = Comparison({"w": torch.ones(3)}, "late", hvd.global_process_set)
     assert comparison.done()
     assert comparison.difference() is None
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_the_last_rank_pays_what_was_held_back_to_what_is_trained(sparse):
+    """To sparse gradients as such, as SparseAdam takes no other; and to frozen ones later."""
+    make = torch.optim.SparseAdam if sparse else torch.optim.SGD
+
+    def train(shards=None):
+        hvd.init()
+        table = nn.Embedding(512, 8, sparse=sparse, _weight=torch.ones(512, 8))
+        optimizer = wrap(table, make, compression="topk(ratio=0.01) | ef")
+
+        def step():
+            optimizer.zero_grad()
+            table(torch.arange(0, 512, 2)).square().sum().backward()
+            optimizer.step()
+
+        if shards is None:
+            step()
+            assert optimizer.residual_norm() > 0
+            return optimizer.state_dict()
+        optimizer.load_sharded(shards)
+        if not sparse:
+            table.weight.requires_grad_(False)
+            optimizer.zero_grad()
+            optimizer.step()
+            assert table.weight.eq(1).all()
+            assert optimizer.residual_norm() > 0
+            table.weight.requires_grad_(True)
+        step()
+        return optimizer.residual_norm()
+
+    shards = ringlet.run(train, np=2, transport="local")
+    assert ringlet.run(train, args=(shards,), np=1, transport="local") == [0]

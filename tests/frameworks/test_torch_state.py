@@ -721,6 +721,9 @@ def case_a_state_goes_back_while_two_optimizers_reduce():
     before = [p.detach().clone() for own in models for p in own.parameters()]
     held = [optimizer.residual_norm() for optimizer in optimizers]
     for fails in (0, 1):
+        for own, optimizer in zip(models, optimizers, strict=True):
+            train(own, optimizer, 1, start=2)
+            optimizer.zero_grad()
         if hvd.rank() == 0:
             backward_of(models[1 - fails])
             optimizers[fails].abandon_step()
@@ -732,10 +735,35 @@ def case_a_state_goes_back_while_two_optimizers_reduce():
         for optimizer in optimizers:
             optimizer.zero_grad()
     assert all(map(torch.equal, [p for own in models for p in own.parameters()], before))
-    assert [optimizer.residual_norm() for optimizer in optimizers] == held
+    for _ in range(2):
+        assert [optimizer.residual_norm() for optimizer in optimizers] == held
+        for optimizer in optimizers:
+            optimizer._ringlet.take_back()  # as ``sync`` does once ranks have changed
     for own, optimizer in zip(models, optimizers, strict=True):
         train(own, optimizer, 1)
         assert hvd.replicas_equal(own.state_dict())
+
+
+def case_an_optimizer_that_was_wrapped_again_forgets_a_failed_step():
+    for commits in (False, True):
+        own = model()
+        base = torch.optim.Adam(own.parameters(), lr=0.01)
+        named, spec = list(own.named_parameters()), "topk(ratio=0.05) | ef"
+        state = hvd.elastic.TorchState(own, hvd.DistributedOptimizer(base, named, spec))
+        state.keep_steps()
+        if commits:  # another one, which remembers nothing of the first
+            base = torch.optim.Adam(own.parameters(), lr=0.01)
+        state.optimizer = hvd.DistributedOptimizer(base, named, spec)
+        if commits:
+            state.save()
+        train(own, state.optimizer, 2)
+        held = state.optimizer.residual_norm()
+        backward_of(own)
+        while not state.optimizer._ringlet._group.ended:
+            time.sleep(0.01)
+        state.take_back()
+        assert state.optimizer.residual_norm() == held > 0
+        state.optimizer.zero_grad()
 
 
 def case_a_step_that_one_of_two_optimizers_has_taken_is_not_taken_twice():

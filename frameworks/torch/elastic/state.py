@@ -36,11 +36,14 @@ class TorchState(ObjectState):
         **kwargs: Any,
     ) -> None:
         self._hooks: dict[HookMemory, Undo] = {}  # as they were at the last commit
+        self._keeps = False  # whether a step that fails is to be undone
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
     def save(self) -> None:
         """Keep copies of all states, and among how many ranks they are."""
         super().save()
+        if self._keeps:
+            self.keep_steps()  # also of what was made since
         for hook in self._memories():
             with at_work():
                 self._hooks.setdefault(hook, Undo()).remember(hook.memory.states)
@@ -51,13 +54,14 @@ class TorchState(ObjectState):
     def restore(self) -> None:
         """Go back to what was saved last, by this process: under whichever rank it was then."""
         for reducer in self._reducers():
-            reducer.leave_step()
+            reducer.take_back()  # else it would go back to before that step, later
         for content in self._saved.values():
             if isinstance(content, dict) and isinstance(kept := content.get(STATE_KEY), dict):
                 kept.update(rank=rank(), size=size())
         super().restore()
         for hook in self._memories():
             if hook in self._hooks:
+                hook.memory.take_back()
                 with at_work():
                     self._hooks[hook].restore(hook.memory.states, counters=True)
         for holder, among in zip(self.holders(), self._among, strict=False):
@@ -73,6 +77,7 @@ class TorchState(ObjectState):
 
     def keep_steps(self) -> None:
         """Keep what compressors remember from before each step."""
+        self._keeps = True
         for holder in self.holders():
             holder.memory.keep_steps()
 

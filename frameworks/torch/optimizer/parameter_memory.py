@@ -29,6 +29,7 @@ from ringlet.ring.dtypes import Array
 from ringlet.shared.memory import Memory, at_work
 from ringlet.shared.residual_store import PREDIVIDE, is_own, predivided, remembered
 from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.optimizer.frozen import is_still
 from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
 
 
@@ -114,14 +115,22 @@ class ParameterMemory(Memory):
                 del state[key]
         return found
 
-    def pay_back(self) -> None:
-        """Add to the gradients what is held back of them, and hold it back no more."""
-        for name, residual in self.take_residuals(self.parameters).items():
+    def pay_back(self) -> bool:
+        """Add to the gradients what is held back of them, and hold it back no more.
+
+        Return whether that is all: nothing is added to frozen parameters, which it would move.
+        """
+        still = [name for name, p in self.parameters.items() if is_still(p)]
+        paid = self.take_residuals([name for name in self.parameters if name not in still])
+        for name, residual in paid.items():
             p = self.parameters[name]
             owed = torch.as_tensor(residual, device=p.device).reshape(p.shape) * self.predivide
             with torch.no_grad():
+                if p.grad is not None and p.grad.is_sparse:
+                    owed = owed.to_sparse(p.grad.sparse_dim())
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
                 p.grad = (owed + grad).to(p.dtype)
+        return all(bare(self.states[name]) for name in still)
 
     # -- checkpoints ------------------------------------------------------------------------------
 

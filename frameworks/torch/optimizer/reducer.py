@@ -154,7 +154,7 @@ class Reducer:
         if not self._elastic or self._engine is current().engine:
             return
         self._end_step()
-        self._start, self._engine = self.step, current().engine
+        self._start, engine = self.step, current().engine
         if self._group is not None:
             self._finalizer.detach()
         self._group = None
@@ -162,6 +162,7 @@ class Reducer:
         self.memory.resize(self._size())
         self._owing = self._included and self._size() == 1
         self._declare(self._start)
+        self._engine = engine  # not where that failed: it would be passed over the next time
 
     @property
     def process_set(self) -> ProcessSet:
@@ -387,6 +388,7 @@ class Reducer:
             why = self._too_early(changed)
             self._give_up(why)
             raise RuntimeError(why)
+        self._acknowledge(self._group)
         self._hand_in_rest(self._group)
         self._collect(self._group)
         self._settle()
@@ -403,8 +405,7 @@ class Reducer:
             raise RuntimeError(self._too_early(changed))
         self.memory.began()
         if self._owing:
-            self._owing = False
-            self.memory.pay_back()
+            self._owing = not self.memory.pay_back()
         self.memory.ended()
 
     def _warn_without_gradients(self) -> None:
@@ -557,8 +558,12 @@ class Reducer:
             self._give_up_next(self._group, why)
 
     def leave_step(self) -> None:
-        """End the step at hand, if there is one: another optimizer's failed meanwhile."""
-        if self._group is not None and self._group.in_step:
+        """End the step at hand, if there is one: another optimizer's failed meanwhile.
+
+        One of an epoch that is over has ended with its engine.
+        """
+        over = self._elastic and self._engine is not current().engine
+        if self._group is not None and self._group.in_step and not over:
             self._drop_step("the state goes back to what it was")
         self._end_step()
 
@@ -584,10 +589,16 @@ class Reducer:
     def _give_up(self, why: str) -> None:
         """Give up the step at hand on all ranks, or the next one if this one was reduced."""
         assert self._group is not None
+        self._acknowledge(self._group)
         if not self._drop_step(why):
             self._group.disown()  # what somebody wrote into the results is no damage
             with contextlib.suppress(RingError):
                 self._give_up_next(self._group, why)
+
+    def _acknowledge(self, group: Group) -> None:
+        """Note that a step begins here, unless one is under way: the last one may have failed."""
+        if not self.in_flight:
+            group.acknowledge()
 
     def _drop_step(self, why: str) -> bool:
         """Give up the step at hand; False if all ranks had reduced it. Its results are not used."""
@@ -694,13 +705,14 @@ class Reducer:
         """Go on with what ``before`` remembers of the same parameters; return the step."""
         memory, old = self.memory, before.memory
         memory.among, memory.owes = old.among, old.owes
+        if old.keeps_steps:
+            memory.keep_steps()
+        if before._process_set is self._process_set and before._op is self._op:
+            if before.in_flight:  # such as a step that was refused because parameters were added
+                before._drop_step("the optimizer was wrapped again")
+            scales = [1.0 if r._unscaling is None else r._unscaling.scale for r in (self, before)]
+            memory.inherit(old, scales[0] / scales[1])
         memory.note(old.loaded)
-        if before._process_set is not self._process_set or before._op is not self._op:
-            return before.step
-        if before.in_flight:  # such as a step that was refused because parameters were added
-            before._drop_step("the optimizer was wrapped again")
-        scales = [1.0 if r._unscaling is None else r._unscaling.scale for r in (self, before)]
-        memory.inherit(old, scales[0] / scales[1])
         return before.step
 
     def _new_label(self) -> str:
