@@ -92,14 +92,16 @@ def dumped(reducer: GradientReducer) -> bytes:
     """Return what this rank's compressors remember for ``reducer``."""
     runtime, settings = current(), reducer.settings
     where = runtime.rank, runtime.size, reducer.step
-    return residual_store.dumps(reducer.memory.states, *where, settings.router, settings.predivide)
+    how = settings.router, settings.predivide, settings.op.name.title()
+    return residual_store.dumps(reducer.memory.states, *where, *how)
 
 
 def read(reducer: GradientReducer, data: bytes) -> tuple[dict[str, State], int]:
     """Return the states and the step in what was ``dumped`` on some rank."""
     runtime, settings = current(), reducer.settings
     where = runtime.rank, runtime.size, settings.router
-    how = settings.averages, settings.predivide, settings.process_set.size()
+    among, op = settings.process_set.size(), settings.op.name.title()
+    how = settings.averages, settings.predivide, among, op
     return residual_store.loads(data, *where, *how)
 
 

@@ -27,6 +27,7 @@ Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many el
 
 PREDIVIDE = "predivide"  # the key of what gradients were divided by before they were compressed
 
+_OP = "op"  # the key of that by which gradients are reduced; "" where that is not said
 _SHOWN = 8  # tensors that a warning names
 _ARRAY = "ringlet.array"  # the key that stands for an array
 _ADVICE = "Save and restore compressor state on every rank"
@@ -201,10 +202,11 @@ def dumps(
     step: int,
     router: Router,
     predivide: float = 1.0,
+    op: str = "",
 ) -> bytes:
     """Return ``states``, and the specs that they are of, in NumPy's ``npz`` format.
 
-    They are of gradients divided by ``predivide``.
+    They are of gradients divided by ``predivide``, and reduced by ``op``.
     """
     arrays: dict[str, Array] = {}
 
@@ -216,7 +218,7 @@ def dumps(
         return {_ARRAY: name}
 
     specs = {name: str(router(name)) for name, state in states.items() if state}
-    head = record(states, rank, size, step, specs, leaf) | {PREDIVIDE: predivide}
+    head = record(states, rank, size, step, specs, leaf) | {PREDIVIDE: predivide, _OP: op}
     stream = io.BytesIO()
     encoded = np.frombuffer(json.dumps(head).encode(), np.uint8)
     np.savez(stream, allow_pickle=False, head=encoded, **arrays)
@@ -250,14 +252,16 @@ def loads(
     average: bool = True,
     predivide: float = 1.0,
     among: int | None = None,
+    op: str = "",
 ) -> tuple[dict[str, State], int]:
     """Return the states and the step that ``dumps`` wrote.
 
     They are of gradients that are reduced ``among`` so many of the ``size`` ranks, by default all,
-    and divided by ``predivide`` before. Where ``data`` is another rank's there is nothing in them,
-    with a warning, but the factors of low-rank compressors: residuals belong to the gradients of
-    one rank. What compressors of other specs remembered is forgotten, with a warning, but for what
-    those of ``router`` can go on with.
+    and divided by ``predivide`` before. Where another ``op`` reduced them all is forgotten but
+    steps, with a warning: it is of other results. Where ``data`` is another rank's there is nothing
+    in them, with a warning, but the factors of low-rank compressors: residuals belong to the
+    gradients of one rank. What compressors of other specs remembered is forgotten, with a warning,
+    but for what those of ``router`` can go on with.
     Raises ValueError for bytes that are no such checkpoint.
     """
     try:
@@ -270,6 +274,12 @@ def loads(
         told = str(error) if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"these bytes hold no compressor state: {told}") from error
     states = head["states"]
+    then_by = str(head.get(_OP, "")) or op
+    if op and then_by != op:
+        if remembered(states):
+            warn_of_misfits([f"it is of gradients that were reduced by {then_by}, not by {op}"])
+        states = {name: {"step": s["step"]} for name, s in states.items() if "step" in s}
+        return states, int(head["step"])
     if not is_own(head, rank, size):
         if remembered(states):
             warn_of_loss(head, rank, size, _ADVICE)

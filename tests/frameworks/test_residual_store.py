@@ -42,6 +42,21 @@ def test_a_rank_gets_back_what_it_owes_whatever_divides_gradients_now(spec, shar
     assert found["w"]["residual"].tolist() == [1] * 6
 
 
+def test_what_is_of_another_op_is_forgotten_with_a_warning():
+    """Such as the means that EF21's ranks have in common, where sums are reduced now."""
+    states = {"w": {"step": 5, "server": np.ones(6, np.float32)}, "b": {}}
+    data, router = (
+        dumps(states, 0, 2, 7, Router("int8 | ef21"), op="Average"),
+        Router("int8 | ef21"),
+    )
+    with pytest.warns(UserWarning, match="that were reduced by Average, not by Sum"):
+        assert loads(data, 0, 2, router, False, op="Sum") == ({"w": {"step": 5}}, 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for op, given in (("Average", data), ("", data), ("Sum", stored("int8 | ef21"))):
+            assert "w" in loads(given, 0, 2, router, op=op)[0]
+
+
 def test_another_rank_loses_residuals_but_no_steps():
     data = stored("int8 | ef", residual=np.ones(6, np.float32))
     with pytest.warns(UserWarning, match="residuals of rank 0 of 2, this is rank 1 of 2"):
