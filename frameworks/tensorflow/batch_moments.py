@@ -7,8 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.tensorflow.ops.reductions import allreduce
+
+
+def is_alone() -> bool:
+    """Whether this rank's batch is all there is, also whenever what is traced now runs."""
+    return current().size == 1 and (tf.executing_eagerly() or not is_elastic())
 
 
 def moments_of_all(

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ringlet.job.session import current
 from ringlet.keras import tf_keras
-from ringlet.tensorflow.batch_moments import moments_of_all
+from ringlet.tensorflow.batch_moments import is_alone, moments_of_all
 
 __all__ = ["SyncBatchNormalization"]
 
@@ -28,7 +27,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(*args, **kwargs)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        if current().size == 1:
+        if is_alone():
             result: tuple[Any, Any] = super()._moments(inputs, mask)
             return result
         return moments_of_all(inputs, self._reduction_axes, mask)  # Keras has widened 16-bit inputs

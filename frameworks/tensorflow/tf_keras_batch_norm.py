@@ -6,8 +6,7 @@ from typing import Any
 
 import tf_keras
 
-from ringlet.job.session import current
-from ringlet.tensorflow.batch_moments import moments_of_all
+from ringlet.tensorflow.batch_moments import is_alone, moments_of_all
 
 
 @tf_keras.utils.register_keras_serializable(package="ringlet", name="SyncBatchNormalization")
@@ -26,7 +25,7 @@ class SyncBatchNormalizationOfTfKeras(tf_keras.layers.BatchNormalization):
     def _calculate_mean_and_var(
         self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None
     ) -> tuple[Any, Any]:
-        if current().size == 1:
+        if is_alone():
             result: tuple[Any, Any] = super()._calculate_mean_and_var(
                 inputs, reduction_axes, keep_dims, mask=mask
             )

@@ -21,6 +21,7 @@ import ringlet.tensorflow as hvd
 from ringlet.job.session import current
 from ringlet.ring.rendezvous import epochs
 from ringlet.shared.gradients.loop_reducers import reducers_of
+from ringlet.tensorflow import batch_moments
 from ringlet.tensorflow.tape import reducer_of_tape
 
 pytestmark = pytest.mark.preloaded("tensorflow")
@@ -1225,6 +1226,21 @@ def case_sync_batch_norm():
     assert copy.momentum == synced.momentum
     with pytest.raises(ValueError, match="fused"):
         hvd.SyncBatchNormalization(fused=True)
+
+
+def test_batch_norm_that_one_rank_has_traced_waits_for_ranks_that_come(monkeypatch):
+    """In an elastic job: what is traced stays when there are more."""
+    monkeypatch.setattr(batch_moments, "is_elastic", lambda: True)
+
+    hvd.init()
+    try:
+        plain, synced = keras.layers.BatchNormalization(), hvd.SyncBatchNormalization()
+        x = tf.random.stateless_normal([6, 5], [3, 1])
+        traced = tf.function(lambda x: synced(x, training=True))
+        assert np.allclose(traced(x), plain(x, training=True), atol=1e-5)
+        assert "PyFunc" in str(traced.get_concrete_function(x).graph.as_graph_def())
+    finally:
+        hvd.shutdown()
 
 
 CASES = [name for name in dir() if name.startswith("case_")]
