@@ -17,6 +17,7 @@ from ringlet.job.session import current
 from ringlet.keras.callback_base import KerasCallback
 from ringlet.keras.checkpoint import (
     load_compressor_state,
+    reducer_of,
     residuals_beside,
     save_compressor_state,
     state_path,
@@ -24,6 +25,7 @@ from ringlet.keras.checkpoint import (
 from ringlet.keras.optimizer_state import learning_rate, scale_velocities, state_variables
 from ringlet.keras.value_collectives import averaged, broadcast_variables
 from ringlet.ring.callers import outside
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.residual_store import warn_of_other_ranks
@@ -310,8 +312,9 @@ class CompressorStateCheckpoint(KerasCallback):
     """Save what compressors remember after every epoch, each rank to a file of its own.
 
     The file is ``filepath`` with ``.rank0of2`` and so on behind it. With ``restore`` it is read at
-    the start of ``fit`` where all ranks find theirs. Rank 0 warns where none does, and there are
-    residuals of other ranks, or of another number of ranks.
+    the start of ``fit`` where all ranks find theirs; in an elastic job only before the first step,
+    for KerasState keeps what there is. Rank 0 warns where none does, and there are residuals of
+    other ranks, or of another number of ranks.
     """
 
     def __init__(self, filepath: Any, restore: bool = True) -> None:
@@ -323,7 +326,10 @@ class CompressorStateCheckpoint(KerasCallback):
         if not self.restore:
             return
         found = Path(state_path(self.filepath)).exists()
-        share = averaged([float(found)], "compressor state found")[0]
+        kept = is_elastic() and reducer_of(self.model.optimizer).step > 0
+        share, keeps = averaged([float(found), float(kept)], "compressor state found")
+        if keeps > 0:
+            return
         if share == 1.0:
             load_compressor_state(self.model.optimizer, self.filepath)
         elif share > 0:

@@ -73,7 +73,6 @@ class Reducing:
         local = [i for i in range(len(results)) if i not in shared]
         if local:
             self._ringlet_refuse_common_norm()
-        self._ringlet_kept(results, variables, local)
         chosen = [variables[i] for i in shared]
         names = unique([name_of(v, i) for i, v in enumerate(chosen)])
         given = [gradients[i] for i in shared]
@@ -90,6 +89,7 @@ class Reducing:
         ends, done = self._ringlet_reduce(
             self._ringlet, chosen, names, given, groups, self._ringlet_accumulator
         )
+        self._ringlet_kept(results, variables, local)  # behind: one rank alone may raise here
         if watched:
             *done, ones = done
             for i in local:

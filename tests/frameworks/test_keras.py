@@ -21,6 +21,7 @@ from ringlet.compressors import Router
 from ringlet.keras.checkpoint import compressor_state, set_compressor_state
 from ringlet.keras.optimizer import Distributed
 from ringlet.keras.value_collectives import variables_equal
+from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous import epochs
 from ringlet.shared.arrays import all_finite, numpy_dtype
 from ringlet.shared.gradients.accumulation import Accumulator
@@ -838,6 +839,44 @@ def case_passes_end_with_what_is_restored():
         assert step(1.0) == [0.0, 0.0]
         assert step(1.0) == [-2.0, -2.0]
         shared.assign([[0.0]])
+
+
+def case_a_local_variable_that_one_rank_leaves_out_keeps_nobody_waiting():
+    """Its rank raises behind the reduction, and begins the next step with the others."""
+    shared, own = (keras.Variable(np.zeros(1, np.float32), name=n) for n in ("shared", "own"))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    optimizer.build([shared, own])
+    optimizer.register_local_var(own)
+    one = keras.ops.ones(1)
+    optimizer.apply([one, one], [shared, own])
+    if hvd.rank() == 1:
+        with pytest.raises(ValueError, match="and none in the last one, which applies them"):
+            optimizer.apply([one, None], [shared, own])
+    else:
+        optimizer.apply([one, one], [shared, own])
+    before = float(keras.ops.convert_to_numpy(own)[0])
+    for _ in range(2):
+        optimizer.apply([one, one], [shared, own])
+    moved = float(keras.ops.convert_to_numpy(own)[0]) - before
+    assert hvd.allgather_object(moved) == [moved] * hvd.size()
+    assert moved < 0
+
+
+def case_ranks_that_begin_with_different_optimizers_go_on_with_the_same():
+    variables = [keras.Variable(np.zeros(n, np.float32), name=f"of{n}") for n in (2, 3)]
+    each = [hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)) for _ in variables]
+
+    def step(i):
+        n = variables[i].shape[0]
+        each[i].apply([keras.ops.full((n,), float(hvd.rank()))], [variables[i]])
+
+    with pytest.raises(Mismatch, match="of2"):
+        step(hvd.rank())
+    for i in (0, 1, 1, 0):
+        step(i)
+    mean = (hvd.size() - 1) / 2
+    for variable in variables:
+        assert np.allclose(keras.ops.convert_to_numpy(variable), -2 * mean)
 
 
 def case_settings_that_one_rank_has_otherwise():

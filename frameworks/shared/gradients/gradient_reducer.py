@@ -137,25 +137,14 @@ class GradientReducer:
                 if is_elastic():  # where there were more
                     self._bind(runtime)
                 return self._paid_back(slots, self._alone(slots, arrays, outputs))
+            fresh = not self._is_bound(runtime)
             self._bind(runtime)
-            if not self._agreed:  # first: by settings ranks may take different ways from here on
-                self._agree()
-            if self.settings.guard and not self._all_finite(arrays):
-                return self._overflowed(slots, arrays)
-            self._beside = beside
-            key, done = (tuple(slots), beside), None
-            if self._counts:
-                self._changes.begin(key)
             try:
-                results = self._reduced(key[0], arrays, unused, outputs, runtime)
-                done = key
-            finally:
-                if self._counts:
-                    self._changes.end(done)
-            if shown is not None and self.drift.due and (variables := shown()):
-                self.drift.compare(variables)
-            self.drift.ended()
-            return results
+                return self._reduced_by_all(slots, arrays, unused, outputs, beside, shown, runtime)
+            except Mismatch:
+                if fresh:  # ranks may have met here with different ones of several optimizers
+                    self._unbind()
+                raise
 
     def end_epoch(self, epoch: int) -> None:
         """Raise Mismatch, on all ranks, where some end ``epoch`` and others reduce gradients.
@@ -280,6 +269,35 @@ class GradientReducer:
             each.pass_over()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _reduced_by_all(
+        self,
+        slots: Sequence[Slot],
+        arrays: Sequence[Array],
+        unused: Sequence[str],
+        outputs: Sequence[Array] | None,
+        beside: Beside | None,
+        shown: Callable[[], Sequence[tuple[str, Array]]] | None,
+        runtime: Runtime,
+    ) -> list[Array]:
+        if not self._agreed:  # first: by settings ranks may take different ways from here on
+            self._agree()
+        if self.settings.guard and not self._all_finite(arrays):
+            return self._overflowed(slots, arrays)
+        self._beside = beside
+        key, done = (tuple(slots), beside), None
+        if self._counts:
+            self._changes.begin(key)
+        try:
+            results = self._reduced(key[0], arrays, unused, outputs, runtime)
+            done = key
+        finally:
+            if self._counts:
+                self._changes.end(done)
+        if shown is not None and self.drift.due and (variables := shown()):
+            self.drift.compare(variables)
+        self.drift.ended()
+        return results
 
     def _reduced(
         self,
