@@ -218,14 +218,13 @@ class ObjectState(State):
         loaded: the others pay that.
         """
         mine = {name: _content(getattr(self, name)) for name in self._plain()}
-        began, contents = self._broadcast((self._synchronised, mine))
-        for name, content in contents.items():
+        for name, content in self._broadcast(mine).items():
             self._put(name, content)
         if epochs.is_elastic():
+            # Where a rank is lost now, all are to go back to the same commit.
+            began = _largest("elastic.synchronised", int(self._synchronised))
             if began and not self._synchronised and self.forget_held():
                 warn_of_paid()
-            # Where a rank is lost now, all are to go back to the same commit.
-            _largest("elastic.synchronised", 0)
         self._synchronised = True
         self.save()
 
