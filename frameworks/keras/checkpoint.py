@@ -91,18 +91,30 @@ def residuals_beside(filepath: Any) -> list[str]:
 def dumped(reducer: GradientReducer) -> bytes:
     """Return what this rank's compressors remember for ``reducer``."""
     runtime, settings = current(), reducer.settings
-    where = runtime.rank, runtime.size, reducer.step
-    how = settings.router, settings.predivide, settings.op.name.title()
-    return residual_store.dumps(reducer.memory.states, *where, *how)
+    return residual_store.dumps(
+        reducer.memory.states,
+        runtime.rank,
+        runtime.size,
+        reducer.step,
+        settings.router,
+        settings.predivide,
+        settings.op.name.title(),
+    )
 
 
 def read(reducer: GradientReducer, data: bytes) -> tuple[dict[str, State], int]:
     """Return the states and the step in what was ``dumped`` on some rank."""
     runtime, settings = current(), reducer.settings
-    where = runtime.rank, runtime.size, settings.router
-    among, op = settings.process_set.size(), settings.op.name.title()
-    how = settings.averages, settings.predivide, among, op
-    return residual_store.loads(data, *where, *how)
+    return residual_store.loads(
+        data,
+        runtime.rank,
+        runtime.size,
+        settings.router,
+        settings.averages,
+        settings.predivide,
+        settings.process_set.size(),
+        settings.op.name.title(),
+    )
 
 
 def _saved(filepath: Any) -> dict[str, Path]:
