@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -217,8 +217,8 @@ def _run_once(
         work = partial(_task, _Order(call, template))
 
         def collect() -> None:
+            session.addTag(tag)
             try:
-                session.addTag(tag)
                 frame = session.range(0, size, 1, size)
                 schema = "rank long, data binary"
                 rows.extend(frame.mapInArrow(work, schema, barrier=True).collect())
@@ -229,13 +229,8 @@ def _run_once(
 
         thread = threading.Thread(target=collect, name="ringlet-spark", daemon=True)
         thread.start()
-        try:
-            _await_tasks(server, size, timeout, thread, partial(session.interruptTag, tag))
-            thread.join()
-        except KeyboardInterrupt:  # a notebook's, which Spark does not hear of
-            with suppress(Exception):
-                session.interruptTag(tag)
-            raise
+        _await_tasks(server, size, timeout, thread, partial(session.interruptTag, tag))
+        thread.join()
         if failed:
             text = f"Spark has ended the tasks of the ranks: {_said(failed[0])}"
             raise TasksEnded(text) from (failed[0] if debugging() else None)  # stacks of Java's

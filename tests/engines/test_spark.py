@@ -1,10 +1,8 @@
 """Ringlet on a real Spark: ``ringlet.spark.run``, on a local master and over Spark Connect."""
 
-import _thread
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 
@@ -133,6 +131,8 @@ def test_elastic_jobs_are_refused_with_the_way():
 
 def test_tasks_that_do_not_come_are_given_up(spark):
     # Three of the four slots are taken.
+    import threading
+
     def sleep(_):
         time.sleep(20)
         yield 1
@@ -145,30 +145,6 @@ def test_tasks_that_do_not_come_are_given_up(spark):
         ringlet.spark.run(total, (1,), num_proc=2, start_timeout=3)
     other.join()
     assert len(ringlet.spark.run(total, (1,), num_proc=2)) == 2
-
-
-def test_an_interrupt_ends_the_tasks(spark):
-    """A notebook's, of which Spark does not hear."""
-    tracker, limit = spark.sparkContext.statusTracker(), time.monotonic() + 120
-
-    def interrupt():
-        while time.monotonic() < limit:
-            stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
-            if any(stage is not None and stage.numActiveTasks == 2 for stage in stages):
-                _thread.interrupt_main()
-                return
-            time.sleep(0.2)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            ringlet.spark.run(time.sleep, (600,), num_proc=2)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    while tracker.getActiveJobsIds() and time.monotonic() < limit:
-        time.sleep(0.2)
-    assert not tracker.getActiveJobsIds()
 
 
 def test_ringlet_inside_sparks_torch_distributor(spark):
