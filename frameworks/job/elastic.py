@@ -52,8 +52,7 @@ class _HostMessages:
 class State(ABC):
     """What training can go back to; subclasses say how it is saved, restored and synchronised.
 
-    ``sync`` takes over what ``bcast_object`` returns of rank 0's. ``get_rank`` is accepted for
-    Horovod's sake.
+    ``bcast_object`` and ``get_rank`` are accepted for Horovod's sake.
     """
 
     _copies: Copies | None = None  # of what compression holds back, in an elastic job

@@ -120,7 +120,7 @@ class ParameterMemory(Memory):
 
         Return whether that is all: nothing is added to frozen parameters, which it would move.
         """
-        still = [name for name, p in self.parameters.items() if is_still(p)]
+        still = {name for name, p in self.parameters.items() if is_still(p)}
         paid = self.take_residuals([name for name in self.parameters if name not in still])
         for name, residual in paid.items():
             p = self.parameters[name]
