@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
+from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.dtypes import Array
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.drift import RATE
 from ringlet.shared.gradients.accumulation import Accumulator
@@ -66,6 +68,26 @@ def reduce_gradients(
     if backend() == "jax":
         return True, _reduce_jax(reducer, variables, names, gradients, cohorts)
     return _reduce_torch(reducer, accumulator, variables, names, gradients, cohorts)
+
+
+def size_of(process_set: ProcessSet) -> Any:
+    """Return how many ranks ``process_set`` has, or 1 outside it; in a program, when that runs."""
+    if backend() == "tensorflow":
+        from ringlet.tensorflow.ops import topology_ops
+
+        return topology_ops.size_of(process_set)
+
+    def ask() -> int:
+        return process_set.size() if process_set.included() else 1
+
+    if backend() != "jax" or not is_elastic():
+        return ask()
+    from ringlet.jax.ops.ordered_calls import call
+
+    def tell(_: Sequence[Array], results: Sequence[Array]) -> None:
+        results[0][...] = ask()
+
+    return call(tell, [], [("int32", ())])[0]
 
 
 def one_if_finite(gradients: Sequence[Any]) -> Any:

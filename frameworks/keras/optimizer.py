@@ -27,6 +27,7 @@ class Distributed(Reducing):
     built: bool
     _ringlet_reduce = staticmethod(backends.reduce_gradients)
     _ringlet_divide = staticmethod(keras.ops.divide)
+    _ringlet_size = staticmethod(backends.size_of)
     _ringlet_ones = staticmethod(backends.one_if_finite)
     _ringlet_spoiled = staticmethod(backends.spoiled)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+from ringlet.job.process_sets import ProcessSet
 from ringlet.precision.guards import unscaled_first
 from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_reducer import GradientReducer, Staying
@@ -38,6 +39,7 @@ class Reducing:
     _ringlet_scale_local: bool
     _ringlet_reduce: Callable[..., tuple[Any, list[Any]]]
     _ringlet_divide: Callable[[Any, Any], Any]
+    _ringlet_size: Callable[[ProcessSet], Any]  # the number of ranks, also in what is traced
     _ringlet_skips: bool  # whether it skips a step for gradients that are not finite
     _ringlet_ones: Callable[[Sequence[Any]], Any]  # 1, or NaN where one of them is not finite
     _ringlet_spoiled: Callable[[Any, Any], Any]  # a gradient, or NaN where its second one is NaN
@@ -104,10 +106,9 @@ class Reducing:
     def _ringlet_kept(self, results: list[Any], variables: list[Any], local: list[int]) -> None:
         """Scale the gradients of local variables, and add up those of several passes."""
         process_set = self._ringlet.settings.process_set
-        size = process_set.size() if process_set.included() else 1
         given = [results[i] for i in local]
-        if self._ringlet_scale_local and size > 1:
-            given = self._ringlet_quotients(given, size)
+        if local and self._ringlet_scale_local:
+            given = self._ringlet_quotients(given, self._ringlet_size(process_set))
         if local and self._ringlet_accumulator.passes > 1:
             chosen = [variables[i] for i in local]
             names = unique([name_of(v, i) for i, v in enumerate(chosen)])

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from ringlet.job.process_sets import ProcessSet
 from ringlet.keras import backends
 from ringlet.keras.reducing import Reducing, made_of
 from ringlet.ring.callers import outside
@@ -54,12 +55,15 @@ class DistributedOfTfKeras(Reducing):
 
     @staticmethod
     def _ringlet_divide(gradient: Any, by: Any) -> Any:
-        import tensorflow as tf
+        from ringlet.tensorflow.ops.tensors import divided
 
-        if isinstance(gradient, tf.IndexedSlices):
-            values = gradient.values / tf.cast(by, gradient.values.dtype)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return gradient / tf.cast(by, gradient.dtype)
+        return divided(gradient, by)
+
+    @staticmethod
+    def _ringlet_size(process_set: ProcessSet) -> Any:
+        from ringlet.tensorflow.ops.topology_ops import size_of
+
+        return size_of(process_set)
 
     @staticmethod
     def _ringlet_ones(gradients: Sequence[Any]) -> Any:

@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.tensorflow.ops.reductions import allreduce
+from ringlet.tensorflow.ops.topology_ops import ranks_stay
 
 
 def is_alone() -> bool:
     """Whether this rank's batch is all there is, also whenever what is traced now runs."""
-    return current().size == 1 and (tf.executing_eagerly() or not is_elastic())
+    return current().size == 1 and ranks_stay()
 
 
 def moments_of_all(

@@ -24,6 +24,8 @@ from ringlet.shared.variable_names import cohorts, identity, local_variables, na
 from ringlet.shared.wrapping import wrapped
 from ringlet.tensorflow.ops.bridge import as_written, in_plain_graph
 from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES, reduced_differentiably
+from ringlet.tensorflow.ops.tensors import divided
+from ringlet.tensorflow.ops.topology_ops import size_of
 from ringlet.tensorflow.tape_turns import KIND, TITLE, TapeReducer
 
 
@@ -72,11 +74,11 @@ class _Distributed:
         shared = [i for i, s in enumerate(flat_sources) if identity(s) not in self._ringlet_local]
         results = list(flat_gradients)
         process_set = self._ringlet_settings.process_set
-        size = process_set.size() if process_set.included() else 1
-        if self._ringlet_scale_local and size > 1:
+        if self._ringlet_scale_local and len(shared) < len(results):
+            size = size_of(process_set)
             for i, gradient in enumerate(results):
                 if gradient is not None and i not in shared:
-                    results[i] = _divided(gradient, size)
+                    results[i] = divided(gradient, size)
         variables = [flat_sources[i] for i in shared]
         names = unique([name_of(v, i) for i, v in enumerate(variables)])
         reducer = _reducer(self._ringlet_settings, variables, names)
@@ -168,12 +170,6 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     for variable in local_variables(local_layers):
         tape.register_local_source(variable)
     return tape
-
-
-def _divided(gradient: Any, size: int) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
-    return gradient / size
 
 
 def _reducer(settings: Settings, variables: Sequence[Any], names: Sequence[str]) -> GradientReducer:

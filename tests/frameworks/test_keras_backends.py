@@ -71,6 +71,7 @@ def main():
         parted.fit(np.full((4, 16), 1.0 + rank), np.ones((4, 4)), 2, verbose=0)
         assert variables_equal(shared.weights)
         assert not variables_equal(own.weights)
+    local_layers_among_others(size)
     print("local layers", flush=True)
 
     texts = []
@@ -148,6 +149,28 @@ def main():
         model.fit(x[:rows], x[:rows, :4], 16, verbose=0, callbacks=[average])
     print("mistakes", flush=True)
     {"torch": on_torch, "jax": on_jax}[keras.config.backend()](made, fit)
+
+
+def local_layers_among_others(size):
+    """What is compiled in an elastic job goes on when there are more ranks, or less."""
+    import keras
+    import numpy as np
+
+    import ringlet.keras as hvd
+    from ringlet.keras import backends
+
+    own = keras.layers.Dense(1, use_bias=False)
+    model = keras.Sequential([keras.Input((1,)), own])
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=own)
+    model.compile(optimizer, lambda _, made: keras.ops.mean(made))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(backends, "is_elastic", lambda: True)
+        for ranks in (size, 8 * size):
+            patched.setattr(hvd.ProcessSet, "size", lambda _, ranks=ranks: ranks)
+            before = model.get_weights()[0]
+            model.train_on_batch(np.ones((4, 1)), np.ones((4, 1)))
+            moved = before - model.get_weights()[0]
+            assert np.allclose(moved, 1 / ranks, atol=1e-6), (moved, ranks)
 
 
 def on_torch(made, fit):

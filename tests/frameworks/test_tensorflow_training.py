@@ -21,7 +21,8 @@ import ringlet.tensorflow as hvd
 from ringlet.job.session import current
 from ringlet.ring.rendezvous import epochs
 from ringlet.shared.gradients.loop_reducers import reducers_of
-from ringlet.tensorflow import batch_moments
+from ringlet.tensorflow.keras import PartialDistributedOptimizer
+from ringlet.tensorflow.ops import topology_ops
 from ringlet.tensorflow.tape import reducer_of_tape
 
 pytestmark = pytest.mark.preloaded("tensorflow")
@@ -1230,7 +1231,7 @@ def case_sync_batch_norm():
 
 def test_batch_norm_that_one_rank_has_traced_waits_for_ranks_that_come(monkeypatch):
     """In an elastic job: what is traced stays when there are more."""
-    monkeypatch.setattr(batch_moments, "is_elastic", lambda: True)
+    monkeypatch.setattr(topology_ops, "is_elastic", lambda: True)
 
     hvd.init()
     try:
@@ -1239,6 +1240,38 @@ def test_batch_norm_that_one_rank_has_traced_waits_for_ranks_that_come(monkeypat
         traced = tf.function(lambda x: synced(x, training=True))
         assert np.allclose(traced(x), plain(x, training=True), atol=1e-5)
         assert "PyFunc" in str(traced.get_concrete_function(x).graph.as_graph_def())
+    finally:
+        hvd.shutdown()
+
+
+def test_what_is_traced_in_an_elastic_job_goes_by_the_ranks_that_there_are(monkeypatch):
+    monkeypatch.setattr(topology_ops, "is_elastic", lambda: True)
+    own, layer = tf.Variable(1.0), keras.layers.Dense(1, use_bias=False)
+    layer.build((1, 1))
+
+    @tf.function
+    def step():
+        with tf.GradientTape(persistent=True) as tape:
+            sent = hvd.broadcast(own, 0)
+            loss = 3 * own
+        optimizer.apply([tf.ones([1, 1])], layer.trainable_variables)
+        ones = tf.IndexedSlices(tf.constant([[8]]), tf.constant([0]), tf.constant([1, 1]))
+        local = hvd.DistributedGradientTape(tape)
+        local.register_local_source(own)
+        return tape.gradient(sent, own), local.gradient(loss, own), hvd.allreduce(ones).values
+
+    hvd.init()
+    optimizer = PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=layer)
+    ranks, rank = 1, 0
+    monkeypatch.setattr(hvd.ProcessSet, "size", lambda _: ranks)
+    monkeypatch.setattr(hvd.ProcessSet, "rank", lambda _: rank)
+    try:
+        for ranks, rank in ((1, 0), (4, 0), (2, 1)):
+            before = layer.kernel.numpy()
+            sent, local, mean = step()
+            assert (sent.numpy(), local.numpy()) == (1.0 if rank == 0 else 0.0, 3.0 / ranks)
+            assert np.array_equal(mean, [[8 / ranks]])
+            assert np.allclose(before - layer.kernel.numpy(), 1 / ranks, atol=1e-6)
     finally:
         hvd.shutdown()
 

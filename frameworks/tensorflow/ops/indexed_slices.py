@@ -16,6 +16,7 @@ from ringlet.shared.gradients.sparse_rows import RowExchange
 from ringlet.shared.reduction_arguments import Reduction
 from ringlet.tensorflow.ops.bridge import operation_name, run
 from ringlet.tensorflow.ops.tensors import dense, dtype_of
+from ringlet.tensorflow.ops.topology_ops import size_of
 
 _UNKNOWN = (1 << 62,)  # rows of a table whose size nobody has told
 
@@ -42,7 +43,8 @@ def allreduce_slices(slices: Any, asked: Reduction) -> Any:
         raise NotImplementedError("IndexedSlices of whole numbers cannot be scaled; cast them")
     if op is ReduceOp.AVERAGE and values.dtype.is_integer:  # a quotient, as in Horovod
         total = allreduce_slices(slices, replace(asked, op=ReduceOp.SUM))
-        return tf.IndexedSlices(total.values / process_set.size(), total.indices, total.dense_shape)
+        mean = total.values / tf.cast(size_of(process_set), total.values.dtype)
+        return tf.IndexedSlices(mean, total.indices, total.dense_shape)
     indices = tf.convert_to_tensor(slices.indices)
     dtype, width = dtype_of(values), tuple(values.shape[1:])
     rows = _rows(slices.dense_shape)

@@ -26,6 +26,7 @@ from ringlet.tensorflow.ops.bridge import Name, as_written, operation_name, run
 from ringlet.tensorflow.ops.placement import direct
 from ringlet.tensorflow.ops.reductions import grouped_allreduce
 from ringlet.tensorflow.ops.tensors import dense, dtype_of, signed, unsigned
+from ringlet.tensorflow.ops.topology_ops import rank_in, ranks_stay
 
 
 @as_written
@@ -76,7 +77,7 @@ def broadcast(
         again = None if name is None else f"{name}.grad"
         total = _averaged(grads, again, process_set)[0]
         # Selected on all ranks: others wait for this node, and for that of its own gradient.
-        return [tf.where(current().rank == root_rank, total, tf.zeros_like(total))]
+        return [tf.where(rank_in(global_process_set) == root_rank, total, tf.zeros_like(total))]
 
     return differentiable([dense(tensor, moves=True)], forward, backward)[0]
 
@@ -214,7 +215,7 @@ def _allgather(
         means = _averaged([grads[i] for i in wanted], again, process_set)
         for i, mean in zip(wanted, means, strict=True):
             averaged[i] = mean
-        rank = process_set.rank()
+        rank = rank_in(process_set)
         firsts, counts = tf.reduce_sum(sizes[:, :rank], axis=1), sizes[:, rank]
         return [g[firsts[i] : firsts[i] + counts[i]] for i, g in enumerate(averaged)]
 
@@ -239,7 +240,7 @@ def _gather(
         (dtype, None if t.shape.rank is None else (None, *t.shape[1:]))
         for dtype, t in zip(dtypes, given, strict=True)
     ]
-    *moved, sizes = run(move, given, [*outputs, ("int64", (count, process_set.size()))])
+    *moved, sizes = run(move, given, [*outputs, ("int64", (count, _size(process_set)))])
     return [*[unsigned(each, like) for each, like in zip(moved, tensors, strict=True)], sizes]
 
 
@@ -260,7 +261,7 @@ def _turned(
 def _alltoall(
     tensor: Any, splits: Any, equal: bool, name: str | None, process_set: ProcessSet
 ) -> list[Any]:
-    number, size = process_set.number(), process_set.size()
+    number, size = process_set.number(), _size(process_set)
     given = signed(tensor)
     dtype = dtype_of(given)
     named = operation_name("alltoall", name, tensor, number)
@@ -272,6 +273,11 @@ def _alltoall(
     shape = None if tensor.shape.rank is None else (None, *tensor.shape[1:])
     moved, received = run(move, [given, splits], [(dtype, shape), ("int32", (size,))])
     return [unsigned(moved, tensor), received]
+
+
+def _size(process_set: ProcessSet) -> int | None:
+    """Return the size of a dimension in which there is an entry for each rank, where it stays."""
+    return process_set.size() if ranks_stay() else None
 
 
 def _averaged(grads: Sequence[Any], name: str | None, process_set: ProcessSet) -> list[Any]:

@@ -56,6 +56,14 @@ def dtype_of(tensor: Any, what: str = "tensor") -> str:
     return name
 
 
+def divided(gradient: Any, by: Any) -> Any:
+    """Return a gradient, a tensor or IndexedSlices, divided by a number of any dtype."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = divided(gradient.values, by)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(by, gradient.dtype)
+
+
 def signed(tensor: Any) -> Any:
     """Return a tensor of unsigned numbers, which cannot travel, as signed ones of the same bits."""
     as_type = _SIGNED.get(tensor.dtype.name)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-from ringlet.job.process_sets import process_set_ranks
+from ringlet.job.process_sets import ProcessSet, process_set_ranks
 from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.tensorflow.ops.bridge import as_written, run
 
 
@@ -56,9 +58,26 @@ def check_num_rank_power_of_2(num_rank: int) -> None:
 
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
     """Whether TensorFlow sees a GPU. The arguments are accepted for Horovod's sake."""
-    import tensorflow as tf
-
     return bool(tf.config.list_physical_devices("GPU"))
+
+
+def ranks_stay() -> bool:
+    """Whether what is true of the ranks now is so whenever what is traced now runs."""
+    return tf.executing_eagerly() or not is_elastic()
+
+
+def size_of(process_set: ProcessSet) -> Any:
+    """Return how many ranks ``process_set`` has, or 1 outside it: a node where that may change."""
+
+    def ask() -> int:
+        return process_set.size() if process_set.included() else 1
+
+    return ask() if ranks_stay() else _scalar(ask)
+
+
+def rank_in(process_set: ProcessSet) -> Any:
+    """Return this rank's place in ``process_set``: a node where that may change."""
+    return process_set.rank() if ranks_stay() else _scalar(process_set.rank)
 
 
 def _scalar(ask: Callable[[], int]) -> Any:
