@@ -49,6 +49,9 @@ class TensorFlowState(ObjectState):
     and written by ``session`` (by default the one that is entered), which has to have initialised
     them. In eager mode there is no list of all variables, and no session. Raises ValueError where
     there are no variables, or no session in a graph.
+
+    What tapes and optimizers of ``tf.compat.v1`` hold back for the variables is saved and restored
+    with them. A DistributedOptimizer of Keras needs a TensorFlowKerasState: this does not know it.
     """
 
     def __init__(
