@@ -120,10 +120,10 @@ class MirrorsBeyondAMillion(Whole):
 
 
 class TableOfLevels(Cells):
-    """Compares each value with each of 256 levels at a time, to find the nearest."""
+    """Compares each value with each of 32 levels at a time, to find the nearest."""
 
     def compress(self, x, ctx):
-        np.abs(x[:, None] - np.linspace(-1, 1, 256, dtype=np.float32)).argmin(1)
+        np.abs(x[:, None] - np.linspace(-1, 1, 32, dtype=np.float32)).argmin(1)
         return super().compress(x, ctx)
 
 
