@@ -20,6 +20,8 @@ from ringlet.compressors.states import (
     shared,
     take_over,
 )
+from ringlet.fusion.devices.cuda import CudaPlace
+from ringlet.fusion.devices.host import Place
 from ringlet.job.session import current, is_initialized
 from ringlet.ring.dtypes import Array
 from ringlet.shared.residual_store import norm
@@ -124,17 +126,17 @@ class Memory:
                     resize(state, compressor, *how)
 
     def own(self) -> dict[str, State]:
-        """Return what is held back on this rank alone, by tensor."""
-        how = max(self.among, 1), self.averages, self.predivide
+        """Return what is held back on this rank alone, by tensor, in host memory."""
         with self.lock, at_work():
-            held = {name: owed(state, by, *how) for name, state, by in self._compressed()}
-        return {name: state for name, state in held.items() if state}
+            return {
+                name: {key: in_host_memory(value) for key, value in state.items()}
+                for name, state in self._owed().items()
+            }
 
     def owed_norm(self) -> float:
         """Return the Euclidean norm of the residuals that ``own`` returns, in their units."""
-        held = self.own()
-        with at_work():
-            return norm(held)
+        with self.lock, at_work():
+            return norm(self._owed())
 
     def take_over(self, given: Mapping[str, Mapping[str, Any]], among: int) -> None:
         """Add what was another rank's ``own``, of so many, to what is this one's.
@@ -213,14 +215,35 @@ class Memory:
             if (compressor := self.compressor_of(name)) is not None:
                 yield name, state, compressor
 
+    def _owed(self) -> dict[str, State]:
+        how = max(self.among, 1), self.averages, self.predivide
+        held = {name: owed(state, by, *how) for name, state, by in self._compressed()}
+        return {name: state for name, state in held.items() if state}
+
     def _take_given(self, name: str, state: State, compressor: Compressor) -> None:
-        for held, among in self._given.pop(name, ()):
+        given = self._given.pop(name, ())
+        on_gpu = any(is_on_gpu(value) for value in state.values())
+        if given and on_gpu:  # what is given is in host memory
+            current().engine.bring(state, Place.name)
+        for held, among in given:
             take_over(state, compressor, held, among, self.among, self.averages)
+        if given and on_gpu and current().engine.place(CudaPlace.name) is not None:
+            current().engine.bring(state, CudaPlace.name)
 
 
 def at_work() -> AbstractContextManager[None]:
     """Return a context for what is done to states, which may lie on a GPU."""
     return current().engine.at_work() if is_initialized() else nullcontext()
+
+
+def is_on_gpu(value: Any) -> bool:
+    """Whether it is an array on a GPU."""
+    return hasattr(value, "__cuda_array_interface__")
+
+
+def in_host_memory(value: Any) -> Any:
+    """Return an array on a GPU as one in host memory, and anything else as it is."""
+    return value.get() if is_on_gpu(value) else value
 
 
 class Undo:

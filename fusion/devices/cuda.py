@@ -13,6 +13,7 @@ released because the framework's stream, on which the memory would be used again
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -26,11 +27,17 @@ from ringlet.fusion.devices.host import Place
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.pipeline import Steps
-from ringlet.ring.transports.gpu import over, reduced
+from ringlet.ring.transports.gpu import on_device, over, reduced
 
 log = logging.getLogger("ringlet")
 
 _LEAVING_S = 10.0  # how long to wait for the GPU at the end
+
+# Side streams with CuPy's module and the GPU, all that were made and those that are free. They are
+# used again and never destroyed: torch's allocator has memory for each one, and asks it later.
+_made: list[tuple[Any, int, Any]] = []
+_idle: list[tuple[Any, int, Any]] = []
+_streams_lock = threading.Lock()
 
 
 class Framework(Protocol):
@@ -97,9 +104,7 @@ class CudaPlace(Place):
         self._framework: Framework = _Unknown(cupy)
         self._adopted = False
         self._held: deque[CudaMark] = deque()
-        with self._cuda.Device(device):
-            # Not blocking: nothing that others put on the default stream shall hold it up.
-            self._side = self._cuda.Stream(non_blocking=True)
+        self._side = _side_stream(self._cuda, device)
         super().__init__(cupy)
 
     def adopt(self, make: Callable[[], Framework]) -> None:
@@ -123,7 +128,7 @@ class CudaPlace(Place):
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Make the side stream current, and the framework's memory, in the calling thread."""
-        with self._cuda.Device(self.device), self._side, self._memory():
+        with on_device(self._cuda, self.device), self._side, self._memory():
             yield
 
     def steps(self, steps: Steps) -> Steps:
@@ -133,7 +138,7 @@ class CudaPlace(Place):
 
     def ready(self) -> Any:
         """Record an event on the framework's current stream."""
-        with self._cuda.Device(self.device):
+        with on_device(self._cuda, self.device):
             event = self._cuda.Event(disable_timing=True)
             self._cuda.runtime.eventRecord(event.ptr, self._framework.stream(self.device))
         return event
@@ -156,19 +161,20 @@ class CudaPlace(Place):
 
     def wait_for(self, event: Any) -> None:
         """Let the framework's current stream wait for ``event``."""
-        with self._cuda.Device(self.device):
+        with on_device(self._cuda, self.device):
             self._cuda.runtime.streamWaitEvent(self._framework.stream(self.device), event.ptr)
 
     def passed(self, event: Any) -> bool:
         """Whether ``event`` is over. Raises CuPy's error of a GPU that failed."""
         return over(self._cuda, event)
 
+    def catch_up(self) -> None:
+        """Let the framework's current stream wait for all work so far. From any thread."""
+        self.wait_for(self._recorded())
+
     def finish(self) -> None:
         """Wait, on the host, for all work so far: for frameworks that do not tell their stream."""
-        with self._cuda.Device(self.device):
-            event = self._cuda.Event(disable_timing=True)
-            event.record(self._side)
-            event.synchronize()
+        self._recorded().synchronize()
 
     def bring(self, state: State) -> None:
         """Copy what lies in host memory to the GPU, on the side stream."""
@@ -192,9 +198,17 @@ class CudaPlace(Place):
                     log.warning("GPU %d is still at work on tensors", self.device)
                     return
                 time.sleep(0.001)
+            _idle.append((self._cuda, self.device, self._side))
         except Exception as error:  # of a device that is lost: other places are to be closed too
             log.warning("GPU %d does not answer: %s", self.device, error)
         self._held.clear()
+
+    def _recorded(self) -> Any:
+        """Return an event behind all work so far."""
+        with on_device(self._cuda, self.device):
+            event = self._cuda.Event(disable_timing=True)
+            event.record(self._side)
+        return event
 
     def _bring(self, state: State) -> None:
         for key, value in state.items():
@@ -209,3 +223,17 @@ class CudaPlace(Place):
             return nullcontext()
         used: AbstractContextManager[object] = self._cuda.using_allocator(allocator)
         return used
+
+
+def _side_stream(cuda: Any, device: int) -> Any:
+    """Return a stream that a closed place has left, or a new one."""
+    with _streams_lock:
+        for place, (module, number, stream) in enumerate(_idle):
+            if module is cuda and number == device:
+                del _idle[place]
+                return stream
+    with on_device(cuda, device):
+        # Not blocking: nothing that others put on the default stream shall hold it up.
+        stream = cuda.Stream(non_blocking=True)
+    _made.append((cuda, device, stream))
+    return stream

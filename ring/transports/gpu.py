@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ringlet.ring.communicator import Communicator, ReduceOp
@@ -120,6 +122,26 @@ class _Breaker:
         comm = self._comm()
         if comm is not None:
             comm.interrupt()
+
+
+@contextmanager
+def on_device(cuda: Any, device: int) -> Iterator[None]:
+    """Make GPU ``device`` the calling thread's; ``cuda`` is CuPy's module of that name.
+
+    A thread that has used no GPU so far stays there: to go back to GPU 0, as CuPy does, would make
+    a context on it, of some hundred MB, in every rank of the host.
+    """
+    before = int(cuda.runtime.getDevice())
+    if before == device:
+        yield
+        return
+    fresh = not cuda.driver.ctxGetCurrent()
+    cuda.runtime.setDevice(device)
+    try:
+        yield
+    finally:
+        if not fresh:
+            cuda.runtime.setDevice(before)
 
 
 def over(cuda: Any, event: Any) -> bool:

@@ -156,7 +156,8 @@ class HierarchicalCommunicator(Communicator):
 
     def interrupt(self) -> None:
         """End what waits on any level."""
-        self.flat.interrupt()
+        for level in (self.flat, self.local, self.cross):  # NCCL's have connections of their own
+            level.interrupt()
 
     def _close(self) -> None:
         self.flat.close()

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import PeerLost, RingError, unavailable
-from ringlet.ring.transports.gpu import GpuCommunicator, over
+from ringlet.ring.transports.gpu import GpuCommunicator, on_device, over
 from ringlet.ring.transports.nccl_library import (
     IN_PROGRESS,
     REMOTE_ERROR,
@@ -57,8 +57,8 @@ class NcclCommunicator(GpuCommunicator):
         self, host: Communicator, device: int | None = None, timeout: float = 300.0
     ) -> None:
         self._library, self._cupy = _requirements()
-        gpu = self._cupy.cuda.Device() if device is None else self._cupy.cuda.Device(device)
-        super().__init__(host, int(gpu.id))
+        gpu = self._cupy.cuda.runtime.getDevice() if device is None else device
+        super().__init__(host, int(gpu))
         self._timeout, self._handle = timeout, 0
         self._lock = threading.Lock()  # nobody uses a handle while it is aborted
         if self.size > 1:
@@ -77,7 +77,7 @@ class NcclCommunicator(GpuCommunicator):
         Raises RingError where the GPU failed.
         """
         self._usable()
-        with self._cupy.cuda.Device(self._device):
+        with on_device(self._cupy.cuda, self._device):
             done = self._cupy.cuda.Event(disable_timing=True)
             done.record(self._cupy.cuda.get_current_stream())
             self._poll("synchronize", lambda: self._reached(done))
@@ -135,12 +135,12 @@ class NcclCommunicator(GpuCommunicator):
         with self._lock:
             handle, self._handle = self._handle, 0
         if handle:
-            with self._cupy.cuda.Device(self._device):
-                if self._library.call("CommFinalize", handle) in (SUCCESS, IN_PROGRESS):
-                    self._settled(handle)
-                    self._library.call("CommDestroy", handle)
-                else:
-                    self._library.call("CommAbort", handle)
+            with on_device(self._cupy.cuda, self._device):
+                code = self._library.call("CommFinalize", handle)
+                if code == IN_PROGRESS:
+                    code = self._settled(handle)
+                # To destroy what has not settled would wait for its kernels, maybe for ever.
+                self._library.call("CommDestroy" if code == SUCCESS else "CommAbort", handle)
         self._host.close()
 
     # -- how calls are made ------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class NcclCommunicator(GpuCommunicator):
         problem = self._host.broadcast_bytes(problem)
         if problem:
             raise unavailable("nccl", problem.decode(), "Name one in NCCL_SOCKET_IFNAME.")
-        with self._cupy.cuda.Device(self._device):
+        with on_device(self._cupy.cuda, self._device):
             code, self._handle = self._library.join(self.size, made, self.rank)
             self._finish("joining", code)
 
@@ -195,7 +195,7 @@ class NcclCommunicator(GpuCommunicator):
     def _group(self, what: str, calls: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         if not calls:
             return
-        with self._cupy.cuda.Device(self._device):
+        with on_device(self._cupy.cuda, self._device):
             stream = int(self._cupy.cuda.get_current_stream().ptr)
             with self._lock:
                 self._usable()  # it may have been interrupted just now
@@ -239,11 +239,12 @@ class NcclCommunicator(GpuCommunicator):
             where = f"GPU {self._device} of rank {self.origin[self.rank]}"
             self._abort(RingError(f"{where} failed: {error}; start the job anew"))
 
-    def _settled(self, handle: int) -> None:
-        """Wait a moment for a communicator that is being finalised."""
+    def _settled(self, handle: int) -> int:
+        """Wait a moment for a communicator that is being finalised; return its state."""
         end = time.monotonic() + min(self._timeout, 10.0)
-        while self._library.state(handle) == IN_PROGRESS and time.monotonic() < end:
+        while (code := self._library.state(handle)) == IN_PROGRESS and time.monotonic() < end:
             time.sleep(0.001)
+        return code
 
     def _fail(self, what: str, code: int) -> None:
         said = self._library.explain(code, self._handle)

@@ -174,5 +174,10 @@ def _on_current_stream(torch: Any, device: int) -> Iterator[None]:
     import cupy
 
     pointer = int(cupy.cuda.get_current_stream().ptr)
-    with torch.cuda.stream(torch.cuda.ExternalStream(pointer, device=device)):
+    stream = (
+        torch.cuda.ExternalStream(pointer, device=device)
+        if pointer
+        else torch.cuda.default_stream(device)  # of 0 torch makes a new one
+    )
+    with torch.cuda.stream(stream):
         yield

@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -227,6 +228,26 @@ def test_training_and_checkpoints(on_both):
     same(on_both(body))
 
 
+def test_copies_of_residuals_travel_through_host_memory(on_both):
+    """As in an elastic job with redundancy=1: another rank adds them to its own."""
+
+    def body():
+        model, optimizer = model_and_optimizer("topk(ratio=0.1) | ef")
+        steps(model, optimizer, range(2))
+        memory, norm = optimizer._ringlet.memory, optimizer.residual_norm()
+        memory.resize(hvd.size())
+        held = memory.own()
+        assert held
+        assert all(type(array) is np.ndarray for kept in held.values() for array in kept.values())
+        assert memory.owed_norm() == pytest.approx(norm)
+        memory.take_over(held, hvd.size())
+        assert optimizer.residual_norm() == pytest.approx(2 * norm)
+        steps(model, optimizer, range(2, 4))
+        return [p.detach() for p in model.parameters()]
+
+    same(on_both(body))
+
+
 def test_a_skipped_step_is_taken_back_on_the_gpu(on_both):
     def body():
         model, optimizer = model_and_optimizer("int8 | ef", precision="amp_fp16")
@@ -239,6 +260,31 @@ def test_a_skipped_step_is_taken_back_on_the_gpu(on_both):
             optimizer.step()
         assert optimizer._ringlet_masters.skipped == 1
         return [p.detach() for p in model.parameters()] + [torch.tensor(optimizer.residual_norm())]
+
+    same(on_both(body))
+
+
+def test_what_was_made_at_work_comes_to_torch_in_order(on_both, monkeypatch):
+    as_tensor = torch.as_tensor
+
+    def seen(array, device):
+        if not isinstance(array, DeviceArray):
+            return as_tensor(array, device=device)
+        array.memory.touch(write=False)  # on the stream that is current
+        return as_tensor(array.raw, device=device)
+
+    monkeypatch.setattr(torch, "as_tensor", seen)
+
+    def body():
+        engine = session.current().engine
+        hvd.allreduce(drawn(hvd.rank(), 4))
+        with engine.at_work():
+            place = engine.place("cuda" if on_both.direct() else "host")
+            owed = place.xp.ones(4, "float32") * np.float32(hvd.rank() + 2)
+        made = placement.from_engine(owed, torch.device("cpu"))
+        if on_both.direct():
+            owed.memory.touch(write=True)  # by torch's stream, which has to be behind the copy
+        return [made]
 
     same(on_both(body))
 
@@ -352,9 +398,19 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
             assert torch.equal(outs[-1], outs[-3]), spec
             assert state.residual_norm() == other.residual_norm()
             steps(again, range(4, 5), torch.bfloat16)
+        keeps_nothing(on_both)
         return outs
 
     same(on_both(body))
+
+
+def keeps_nothing(on_both):
+    """Whole modules, which FSDP frees in the order of its stream, are not kept until it is done."""
+    if on_both.direct():
+        held = session.current().engine.place("cuda")._held
+        assert held
+        assert not any(mark._arrays for mark in held)
+    hvd.barrier()  # where a rank leaves, nothing is held any more
 
 
 def gathered(gather, out, own, group, inp_split_sizes):
@@ -386,6 +442,7 @@ def test_all_gathers_of_fsdp2(on_both, monkeypatch):
                     assert torch.equal(own[1500:], exact[1500:])
                 assert (own - exact).norm() < 0.2 * exact.norm()
                 outs.append(out)
+        keeps_nothing(on_both)
         return outs
 
     same(on_both(body))

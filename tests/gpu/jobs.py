@@ -31,6 +31,8 @@ def run_ranks(worker, size, timeout=180):
                 "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
                 # NCCL refuses two ranks on one GPU of one host, unless told or made to see two.
                 "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": f"ringlet-{rank}",
+                # Then it would go over an adapter of the host, which may be there by halves.
+                "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1",
                 "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"), "PYTHONFAULTHANDLER": "1",
             }  # fmt: skip
             command = [sys.executable, str(worker)]

@@ -2,6 +2,7 @@
 
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,3 +168,18 @@ def test_compressed_between_hosts_sends_a_local_size_th_of_the_flat_bytes(hosts)
 def test_an_average_is_the_callers_business():
     with pytest.raises(ValueError, match="op must be"):
         run_local(lambda c: two_levels(c, "ab").allreduce(np.ones(2), ReduceOp.AVERAGE), 2)
+
+
+def test_what_waits_is_ended_on_every_level():
+    """NCCL's levels have connections of their own, which ending others does not end."""
+
+    def body(comm):
+        levels = two_levels(comm, "aabb")
+        ended = []
+        for name in ("flat", "local", "cross"):
+            level = SimpleNamespace(interrupt=lambda name=name: ended.append(name), close=id)
+            setattr(levels, name, level)
+        levels.interrupt()
+        return sorted(ended)
+
+    assert run_local(body, 4) == [["cross", "flat", "local"]] * 4

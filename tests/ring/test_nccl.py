@@ -21,6 +21,7 @@ from ringlet.ring.launch.start import choose_transport
 from ringlet.ring.rendezvous.connect import connect, gpu_of
 from ringlet.ring.rendezvous.environment import Launched
 from ringlet.ring.transports import nccl_library
+from ringlet.ring.transports.gpu import on_device
 from ringlet.ring.transports.hierarchical import LEAST as LEVELS_FROM
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 from ringlet.ring.transports.local import LocalWorld
@@ -76,16 +77,6 @@ def test_the_launcher_says_what_is_missing_before_it_starts_anything(monkeypatch
 class Gpu:
     """What the communicator uses of CuPy."""
 
-    class Device:
-        def __init__(self, number=0):
-            self.id = number
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *args):
-            return None
-
     class Event:
         ptr = 1
 
@@ -100,6 +91,10 @@ class Gpu:
         state = 0
 
         shared = False
+
+        @staticmethod
+        def getDevice():
+            return 0
 
         @classmethod
         def eventQuery(cls, event):
@@ -284,6 +279,25 @@ def test_what_never_ends_is_ended(ranks):
     assert ranks(work) == [1] * 3
 
 
+@pytest.mark.parametrize(("state", "end"), [(0, "CommDestroy"), (IN_PROGRESS, "CommAbort")])
+def test_what_does_not_settle_is_not_waited_for_at_the_end(state, end, ranks):
+    """To destroy it would wait for its kernels."""
+    libraries = []
+
+    def work(comm):
+        library, call = comm._library, comm._library.call
+
+        def finalized(name, *arguments):
+            found = call(name, *arguments)
+            return IN_PROGRESS if name == "CommFinalize" else found
+
+        library.call, library.state = finalized, lambda handle: state
+        libraries.append(library)
+
+    ranks(work)
+    assert [library.seen[-1] for library in libraries] == [end] * 3
+
+
 def test_ranks_that_share_a_gpu_are_named_on_all_of_them(ranks, monkeypatch):
     monkeypatch.setattr(Gpu.runtime, "shared", True)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
@@ -362,3 +376,17 @@ def test_ranks_take_the_gpus_in_turn(monkeypatch):
     host = LocalWorld(1).communicators[0]
     for local, device_ in (0, 0), (1, 1), (2, 0), (None, 0):
         assert gpu_of(Launched("ringlet", 0, 4, "nccl", local), host) == device_
+
+
+@pytest.mark.parametrize(("context", "left"), [(0, 3), (7, 1)])
+def test_a_thread_that_has_used_no_gpu_makes_no_context_on_the_first(context, left):
+    now = [1]
+    runtime = types.SimpleNamespace(getDevice=lambda: now[-1], setDevice=now.append)
+    driver = types.SimpleNamespace(ctxGetCurrent=lambda: context)
+    cuda = types.SimpleNamespace(runtime=runtime, driver=driver)
+    with on_device(cuda, 3):
+        assert now[-1] == 3
+        with on_device(cuda, 3):
+            pass
+    assert now[-1] == left
+    assert now.count(1) == (1 if context == 0 else 2)

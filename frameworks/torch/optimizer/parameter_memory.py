@@ -31,6 +31,7 @@ from ringlet.shared.residual_store import PREDIVIDE, is_own, predivided, remembe
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.frozen import is_still
 from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
+from ringlet.torch.tensors.placement import from_engine
 
 
 class ParameterMemory(Memory):
@@ -124,7 +125,7 @@ class ParameterMemory(Memory):
         paid = self.take_residuals([name for name in self.parameters if name not in still])
         for name, residual in paid.items():
             p = self.parameters[name]
-            owed = torch.as_tensor(residual, device=p.device).reshape(p.shape) * self.predivide
+            owed = from_engine(residual, p.device).reshape(p.shape) * self.predivide
             with torch.no_grad():
                 if p.grad is not None and p.grad.is_sparse:
                     owed = owed.to_sparse(p.grad.sparse_dim())

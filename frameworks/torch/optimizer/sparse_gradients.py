@@ -15,6 +15,7 @@ from ringlet.ring.dtypes import Array
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer.frozen import is_still
+from ringlet.torch.tensors.placement import from_engine
 
 LARGE = 1 << 16  # elements from which a sparse gradient travels as indices and values
 
@@ -54,7 +55,7 @@ class SparseGradients:
             dense = torch.zeros_like(p) if grad is None else grad
             grad = dense.to_sparse(self.dims[name])
         if owed is not None:
-            more = torch.as_tensor(owed, device=p.device).reshape(p.shape).to(grad.dtype)
+            more = from_engine(owed, p.device).reshape(p.shape).to(grad.dtype)
             grad = grad.detach() + more.to_sparse(self.dims[name])
         label = f"{self._label}.{name}"
         self._gathering[name] = sparse_allreduce_async(grad, label, self._op, self._process_set)

@@ -166,6 +166,7 @@ class CompressedAllGather(CheckedAllGather):
             mark = place.done([values, total])
         if mark is not None:
             mark.collect()
+            mark.release()  # torch's stream is behind, on which their memory is used again
         if staged:
             output_tensor.copy_(result)
         return None

@@ -131,6 +131,7 @@ class FsdpReduction(ABC, Generic[Params]):
             mark = place.done([values, total])
         if mark is not None:
             mark.collect()
+            mark.release()  # torch's stream is behind, on which their memory is used again
         output.copy_(result / divisor)
         self.ways.outcome.count(comm, self.name, self.step, params)
         self.step += 1

@@ -75,6 +75,22 @@ def behind(place: Place | None) -> AbstractContextManager[Any]:
     return context
 
 
+def from_engine(array: Array, device: torch.device) -> torch.Tensor:
+    """Return an array that was made at work, such as a residual, as a tensor on ``device``.
+
+    On a GPU that is a copy: made behind the engine's work, and torch's current stream waits for it.
+    """
+    place = current().engine.place(CudaPlace.name)
+    if not (isinstance(place, CudaPlace) and hasattr(array, "__cuda_array_interface__")):
+        return torch.as_tensor(array, device=device)
+    place.adopt(torch_on_gpu)
+    with behind(place):
+        copied = torch.as_tensor(array, device=device).clone()
+    place.catch_up()
+    _use_here(copied)
+    return copied
+
+
 class Room:
     """Where a result goes whose size the engine knows first: as many elements as it asks for.
 
