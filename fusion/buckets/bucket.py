@@ -126,6 +126,8 @@ class Bucket(ABC):
         self.failure, self.fatal = None, False
         try:
             self._compare(track, sizes)
+            for member in self._finishing:
+                member.widen()
             start = partial(self._exchange, track, list(sizes), recorder, epoch)
             yield from self.with_memory(start)
             if self._finishing and not self.more:
@@ -145,6 +147,8 @@ class Bucket(ABC):
         self._count()
         if self.members[0].contributors:  # else no other's are counted either
             self._make_up()
+        for member in self._finishing:
+            member.narrow()
         if self.unscaling is not None and not self.place.ordered:
             self.finite = self.unscaling.apply(self.members)
         self.abandon()

@@ -94,6 +94,7 @@ class Member:
     contributors: int = 0  # ranks whose own values this step's mean is to be of; 0 for all
     _contexts: dict[tuple[int, int, int], Context] = field(default_factory=dict)
     _finishes: bool | None = None
+    _narrow: Array | None = None  # the output, while the result is held in float32
     foreign: bool = field(init=False)  # a plugin's, in host memory: it is looked after
     encoded: bool = field(init=False)  # compressed, straight into a fusion buffer
     summed: bool = field(init=False)  # added up as it travels
@@ -168,8 +169,10 @@ class Member:
 
     def forget(self) -> None:
         """Give the step's arrays up, whose memory somebody else may want."""
+        if self._narrow is not None:
+            self.workspace.back(self.output)
         self.input = self.output = _NOTHING
-        self.ready = None
+        self.ready = self._narrow = None
         if self.whole is not None:
             self.whole.forget()
 
@@ -337,6 +340,21 @@ class Member:
         if self._finishes is None:
             self._finishes = self.encoded and overrides(self.compressor, "finish")
         return self._finishes
+
+    def widen(self) -> None:
+        """Hold a result of 16 bits in float32 until ``narrow``, for a compressor that adds it up.
+
+        Rounding of which the ranks' own memories know nothing would add up as well.
+        """
+        if self.finishes and self.output.dtype.itemsize == 2 and self._narrow is None:
+            self._narrow, self.output = self.output, self.workspace.lend(self.numel)
+
+    def narrow(self) -> None:
+        """Round the result to the output's dtype."""
+        if self._narrow is not None:
+            wide, self.output, self._narrow = self.output, self._narrow, None
+            from_float32(wide, self.output, self.output_dtype, self.workspace)
+            self.workspace.back(wide)
 
     def see(self) -> None:
         """Let the compressor see the combined result, which it may change."""

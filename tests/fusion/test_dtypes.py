@@ -200,3 +200,31 @@ def test_values_that_are_not_the_request_s_are_refused(values, kind):
         group.wait(60)
 
     with_engines(2, body)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("spec", ["topk(ratio=0.1) | ef21", "int8 | ef21", "natural | ef21"])
+def test_a_result_that_is_added_up_is_rounded_behind_that(spec, dtype):
+    """The mean of all ranks' g is known on each of them: to rounding once, not in each step."""
+    shapes = {"a": 3000, "b": 2000}
+
+    def body(engine):
+        requests = [Request(n, dtype=dtype, shape=(size,)) for n, size in shapes.items()]
+        states = [{}, {}]
+        group = engine.declare("g", requests, [parse(spec)] * 2, states)
+        for step in range(30):
+            for name, size in shapes.items():
+                noise = np.random.default_rng([step, engine.rank, size]).normal(size=size)
+                wide = (np.random.default_rng(size).normal(size=size) + noise).astype(np.float32)
+                array = wide.astype(np.float16) if dtype == "float16" else wide
+                if dtype == "bfloat16":
+                    array = (wide.view(np.uint32) >> 16).astype(np.uint16)
+                group.submit(name, array)
+            group.wait(60)
+        return [(state["worker"].copy(), state["server"].copy()) for state in states]
+
+    found = with_engines(2, body)
+    for (mine, server), (theirs, same) in zip(*found, strict=True):
+        assert np.array_equal(server, same)
+        mean = (mine + theirs) / 2
+        assert np.linalg.norm(server - mean) < 1e-5 * np.linalg.norm(mean)
