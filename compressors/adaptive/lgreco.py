@@ -61,6 +61,11 @@ def assign(
     if not sizes:
         return {}
     budget = sum(row[-1] for row in errors)
+    if not np.isfinite(budget):
+        raise OptionError(
+            f"assign: {chosen[-1]} overflows on these gradients, so that its error is no budget; "
+            "choose another reference"
+        )
     picks = _cheapest(np.array(sizes, float), np.array(errors, float), budget, resolution)
     return {name: chosen[pick] for name, pick in zip(gradients, picks, strict=True)}
 
@@ -101,8 +106,10 @@ def _cheapest(sizes: Array, errors: Array, budget: float, resolution: int) -> li
     if budget > 0:
         step = budget / resolution
         # Rounded up, so that a plan within the discretised budget is within the real one.
-        cost = np.ceil(errors / step - 1e-9).astype(np.int64)
-        cost[:, -1] = np.minimum(cost[:, -1], np.floor(errors[:, -1] / step).astype(np.int64))
+        beyond = float(resolution + 1)  # what no plan can have, as what overflows: it loses all
+        steps = np.nan_to_num(errors / step, nan=beyond, posinf=beyond).clip(max=beyond)
+        cost = np.ceil(steps - 1e-9).astype(np.int64)
+        cost[:, -1] = np.minimum(cost[:, -1], np.floor(steps[:, -1]).astype(np.int64))
     else:
         cost = np.where(errors == 0, 0, resolution + 1)
     least = np.full(resolution + 1, np.inf)

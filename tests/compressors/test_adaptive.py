@@ -144,3 +144,12 @@ def test_assign_of_nothing_is_nothing():
     assert assign({}, ["int8"], "int4") == {}
     with pytest.raises(OptionError, match="resolution"):
         assign({}, ["int8"], "int4", resolution=0)
+
+
+def test_what_overflows_is_not_chosen_and_is_no_budget():
+    wide = np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32)
+    layers = {"wide": 1e5 * wide, "usual": wide}
+    chosen = assign(layers, ["topk(ratio=0.05) | fp16"], "int8")
+    assert str(chosen["wide"]) == "int8"
+    with pytest.raises(OptionError, match="fp16 overflows on these gradients"):
+        assign(layers, ["int4"], "fp16")
