@@ -7,6 +7,7 @@ adds a range, choices and a line of documentation.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -109,6 +110,8 @@ def checked(label: str, field: dataclasses.Field[Any], value: Any) -> Any:
         listed = ", ".join(repr(choice) for choice in choices)
         own = ", which is its own default" if value == default else ""
         raise OptionError(f"{label}: {field.name} must be one of {listed}; got {value!r}{own}")
+    if isinstance(value, float) and math.isinf(value):  # which no spec could be read from
+        raise OptionError(f"{label}: {field.name} must be finite, got {value!r}")
     try:
         fits = value is None or _within(value, limits)
     except TypeError:  # of another type than the ends of the range, where the default is None

@@ -314,3 +314,8 @@ def test_what_cannot_be_read_says_how_it_is_written(spec, says):
     with pytest.raises(SpecError) as caught:
         parse(spec)
     assert says in str(caught.value)
+
+
+def test_an_option_that_no_spec_could_be_read_from_is_refused():
+    with pytest.raises(CompressorError, match="momentum_correction: clip must be finite, got inf"):
+        parse("none | momentum_correction(clip=1e999)")
