@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ringlet.compressors.specs.parser import resolve
 from ringlet.precision.policies import register_policy
 from ringlet.precision.policy import KEPT, Policy
 from ringlet.precision.scaler import DynamicScale, LossScale, StaticScale
@@ -56,7 +57,9 @@ def amp_fp16(
 @register_policy("fp8_wire")
 def fp8_wire(format: str = "e4m3") -> Policy:
     """float32 everywhere but on the wire, by a codec of Ringlet's own: no framework needs FP8."""
-    return Policy("fp8_wire", "float32", f"fp8(format={format!r}) | ef")
+    wire = f"fp8(format={format!r}) | ef"
+    resolve(wire)  # which raises SpecError, a ValueError, for another format
+    return Policy("fp8_wire", "float32", wire)
 
 
 def _scale(static: float | None, init: float, interval: int) -> LossScale:

@@ -110,6 +110,6 @@ def taken_apart(spec: str) -> tuple[str, dict[str, Any]]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
             values = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords}
             return node.func.id, values
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError):  # TypeError: of a list in a set
         pass
     raise ValueError(f"a precision policy reads like 'fp16' or 'fp16(static=1024)', not {spec!r}")

@@ -89,6 +89,7 @@ def test_the_registry_tells_mistakes_apart():
         ("fp61", "did you mean 'fp16'"), ("fp16(statik=1)", "it takes static, init, interval"),
         ("fp16(static=0)", "above 0"), ("fp16(init=-1)", "above 0"), ("fp16(", "reads like"),
         ("fp16(interval=0)", "interval at least 1"), ("fp16(128)", "reads like"),
+        ("fp16(static={[]})", "reads like"), ("fp8_wire(format='e9')", "format must be one of"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             parse_policy(spec)
