@@ -226,7 +226,8 @@ class Int4(MaxNorm):
 class QSGD(BucketQuantizer):
     """Quantise to multiples of ||x||_2 / (2**(bits-1) - 1) per bucket, stochastically.
 
-    Alistarh et al., NeurIPS 2017. Unbiased. Below 8 bits ``maxnorm`` has a far smaller error.
+    Alistarh et al., NeurIPS 2017. Unbiased. Below 8 bits ``maxnorm`` has a far smaller error. A
+    bucket whose norm exceeds float32's range decodes to NaN.
     """
 
     paper: ClassVar[str] = "Alistarh, NeurIPS 2017"
