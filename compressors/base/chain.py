@@ -22,6 +22,7 @@ from ringlet.compressors.base.contract import (
     kept_losses,
 )
 from ringlet.compressors.base.feedback import scale
+from ringlet.compressors.base.modifier import finishes
 from ringlet.compressors.base.precompile import precompile
 from ringlet.compressors.core.context import Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
@@ -80,19 +81,29 @@ class Chain(Compressor, joins=True):
                 f"{self.second} could compress. Use one of the two, or a sparsifier before it: "
                 f"'topk | {self.second}'"
             )
+        for side, other in ((self.first, self.second), (self.second, self.first)):
+            if finishes(side):
+                raise CompressorError(
+                    f"{side} changes the sum of what ranks sent, in finish(), and together with "
+                    f"{other} it would never see one. Use one of the two"
+                )
+        if self.second.traits().stateful:
+            raise CompressorError(self._remembers())
 
     def _validate_rounds(self) -> None:
         if self.second.traits().stateful:
-            raise CompressorError(
-                f"{self.second} remembers values, and those of {self.first} stand for something "
-                "else in every step; write the modifier last: "
-                f"'... | ef'"
-            )
+            raise CompressorError(self._remembers())
         if self.first.chained_part() is None:
             raise CompressorError(
                 f"nothing can be chained behind {self.first}: what it adds up are integers. Use "
                 "one of the two"
             )
+
+    def _remembers(self) -> str:
+        return (
+            f"{self.second} remembers values, and those of {self.first} stand for something else "
+            "in every step; write the modifier last: '... | ef'"
+        )
 
     def is_bound(self) -> bool:
         """Whether both sides can compress."""
@@ -230,7 +241,14 @@ class Chain(Compressor, joins=True):
 
     def at(self, step: int) -> Compressor:
         """Chain what both sides' schedules say; in steps that first sends densely, nothing is."""
-        first, second = self.first.at(step), self.second.at(step)
+        return self._of(self.first.at(step), self.second.at(step))
+
+    def over_steps(self) -> Sequence[Compressor]:
+        """Chain what both sides may be."""
+        seconds = self.second.over_steps()
+        return [self._of(first, second) for first in self.first.over_steps() for second in seconds]
+
+    def _of(self, first: Compressor, second: Compressor) -> Compressor:
         traits = first.traits()
         if traits.combine == "sum" and traits.omega == 0:  # values as they are, added on the wire
             return first

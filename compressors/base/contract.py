@@ -172,6 +172,21 @@ class Compressor:
         """
         return n
 
+    def uncompressed(self) -> Compressor | None:
+        """Return what tensors travel with that are too small to be compressed; None: as they are.
+
+        For modifiers that are part of the optimisation, such as momentum.
+        """
+        return None
+
+    def over_steps(self) -> Sequence[Compressor]:
+        """Return what ``at`` returns over the steps: by default this one alone.
+
+        With it a modifier refuses, when it is made, what it cannot wrap in a later step. Override
+        it together with ``at``.
+        """
+        return [self]
+
     def at(self, step: int) -> Compressor:
         """Return what to use at ``step`` (0, 1, ...): itself, unless it follows a schedule.
 

@@ -42,6 +42,9 @@ class Modifier(Compressor):
                 "payloads alone: it would do nothing. Define exchange(x, out, ctx, local) in it, "
                 "too, or wrap another compressor"
             )
+        for later in [] if inner is None else inner.over_steps():
+            if later is not inner:
+                self.replace(inner=later)  # which refuses what it cannot wrap
 
     def _passed_over(self, method: str, *basic: str) -> bool:
         """Whether ``method`` is left to the wrapped compressor, but not what it stands for."""
@@ -163,6 +166,16 @@ class Modifier(Compressor):
         inner = self.wrapped_compressor
         return inner.units_size(name, n) if name in inner.traits().gradient_units else n
 
+    def uncompressed(self) -> Compressor | None:
+        """Return the wrapped compressor's."""
+        return self.wrapped_compressor.uncompressed()
+
+    def over_steps(self) -> Sequence[Compressor]:
+        """Wrap what the wrapped compressor may be."""
+        inner = self.inner
+        every = [] if inner is None else inner.over_steps()
+        return [self if now is inner else self.replace(inner=now) for now in every]
+
     def at(self, step: int) -> Compressor:
         """Wrap what the wrapped compressor's schedule says."""
         now = self.wrapped_compressor.at(step)
@@ -180,3 +193,10 @@ class Modifier(Compressor):
     def __repr__(self) -> str:
         own = super().__repr__()
         return own if self.inner is None else f"{self.inner!r} | {own}"
+
+
+def finishes(compressor: Compressor) -> bool:
+    """Whether the compressor, or one inside it, defines finish() rather than passing it on."""
+    inside = [part for part in vars(compressor).values() if isinstance(part, Compressor)]
+    own = type(compressor).finish not in (Compressor.finish, Modifier.finish)
+    return own or any(map(finishes, inside))

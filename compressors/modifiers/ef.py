@@ -259,6 +259,8 @@ class ServerErrorFeedback(ErrorFeedback):
         super().validate()
         if self.inner is not None and self.inner.is_bound():
             traits = self.inner.traits()
+            if traits.combine == "sum" and traits.omega == 0:
+                return  # values as they are, as in the first steps of a schedule: none are lost
             whole = traits.combine != "gather" or not traits.fixed_size
             if whole or traits.granularity is None:
                 raise CompressorError(

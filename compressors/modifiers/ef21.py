@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from ringlet.compressors.base.batched import Batched, Finishing, RowMemory
 from ringlet.compressors.base.composed_batches import changes
-from ringlet.compressors.base.contract import Compressor, Payload, Traits, keeps
-from ringlet.compressors.base.modifier import Modifier
+from ringlet.compressors.base.contract import Payload, Traits, keeps
+from ringlet.compressors.base.modifier import Modifier, finishes
 from ringlet.compressors.core.context import SECOND_STAGE, Array, Context, State
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.remembered import remembered
@@ -44,7 +44,7 @@ class EF21(Modifier):
             raise CompressorError(
                 f"sums of {self.inner} are rounded on the wire, which ef21 would add up for ever"
             )
-        if _finishes(self.wrapped_compressor):
+        if finishes(self.wrapped_compressor):
             raise CompressorError(
                 f"{self.inner} changes the result in finish(), of which ef21, whose ranks follow "
                 "what was sent, knows nothing; use 'ef'"
@@ -183,10 +183,3 @@ def _lent_copy(array: Array, ctx: Context) -> Array:
     copy = ctx.workspace.lend(array.size, array.dtype)
     copy[...] = array
     return copy
-
-
-def _finishes(compressor: Compressor) -> bool:
-    """Whether the compressor, or one inside it, defines finish() rather than passing it on."""
-    inside = [part for part in vars(compressor).values() if isinstance(part, Compressor)]
-    own = type(compressor).finish not in (Compressor.finish, Modifier.finish)
-    return own or any(map(_finishes, inside))

@@ -14,12 +14,13 @@ import numpy as np
 
 from ringlet.compressors.base.batched import Batched, RowMemory
 from ringlet.compressors.base.composed_batches import with_momentum
-from ringlet.compressors.base.contract import Payload, Traits, keeps
+from ringlet.compressors.base.contract import Compressor, Payload, Traits, keeps
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.base.norms import shrinking
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remembered
+from ringlet.compressors.dense.none import NoCompression
 from ringlet.compressors.modifiers.state_updates import advance, settle, settle_reference
 from ringlet.compressors.specs.registry import register
 
@@ -33,6 +34,9 @@ class MomentumCorrection(Modifier):
     everything is sent that is no momentum at all, so it does nothing over casts and ``none``, and
     should be off over quantisers. ``clip`` bounds a rank's gradient, per tensor, at clip /
     sqrt(ranks) in norm. Costs two float32 per element. NaN and Inf are sent but not remembered.
+
+    Tensors that are too small to be compressed have the same momentum, and so have all in steps
+    without compression (``warmup(dense=...)``): the optimizer has none for them.
     """
 
     paper: ClassVar[str] = "Lin, ICLR 2018"
@@ -54,6 +58,10 @@ class MomentumCorrection(Modifier):
         return dataclasses.replace(
             inner, stateful=True, gradient_units=units, omega=None, delta=None
         )
+
+    def uncompressed(self) -> Compressor | None:
+        """Return ``none`` with the same momentum: the optimizer has none for small tensors."""
+        return self.replace(inner=NoCompression())
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Advance, compress, and keep what was lost: on a CPU in array code."""

@@ -6,6 +6,7 @@ Tang et al., "1-bit Adam", ICML 2021, and PowerSGD's practice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -43,11 +44,18 @@ class Warmup(Modifier):
     def at(self, step: int) -> Compressor:
         """Return no compression, the stage of the ramp, or what is wrapped; then its schedule."""
         if step < self.dense:
-            return _NONE
+            return self.uncompressed() or _NONE
         if step < self.dense + self.steps:
             stage = (step - self.dense) * self.stages // self.steps
             return _stage(self, stage).at(step)
         return self.wrapped_compressor.at(step)
+
+    def over_steps(self) -> Sequence[Compressor]:
+        """Return no compression, the stages of the ramp, and what is wrapped over its steps."""
+        dense = [self.uncompressed() or _NONE] if self.dense else []
+        ramp = [_stage(self, stage) for stage in range(self.stages if self.steps else 0)]
+        later = [*ramp, self.wrapped_compressor]
+        return [*dense, *(now for stage in later for now in stage.over_steps())]
 
 
 _NONE = NoCompression()

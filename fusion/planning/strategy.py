@@ -29,9 +29,11 @@ ENCODE, DECODE = 1.2e-10, 4.2e-11
 
 def effective(compressor: Compressor, dtype: str, numel: int) -> Compressor:
     """Return what a tensor really travels with: uncompressed if it is small or not floating."""
-    if dtype not in FLOATS or numel < max(1, compressor.traits().min_size):
+    if dtype not in FLOATS or not numel:
         return NoCompression()
-    return compressor
+    if numel >= compressor.traits().min_size:
+        return compressor
+    return compressor.uncompressed() or NoCompression()
 
 
 def choose(

@@ -17,6 +17,7 @@ from ringlet.compressors import (
     Part,
     Round,
     SharedInt,
+    SignSGD,
     TopK,
     Traits,
     parse,
@@ -207,3 +208,25 @@ def test_factors_travel_as_integers():
 def test_rounds_are_chained_with_rounds_alone(spec, reason):
     with pytest.raises(CompressorError, match=reason):
         parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("chain", "reason"),
+    [
+        (lambda: parse("topk | signsgd"), r"signsgd changes the sum .* topk it would never see"),
+        (lambda: TopK() | SignSGD(), "changes the sum of what ranks sent"),
+        (lambda: Chain(first=TopK(), second=parse("int8 | ef")), "remembers values"),
+    ],
+)
+def test_what_looks_at_whole_gradients_is_not_chained(chain, reason):
+    """A vote, of which there would be none, and a memory of values that are others in each step."""
+    with pytest.raises(CompressorError, match=reason):
+        chain()
+
+
+def test_both_sides_of_a_chain_may_change_with_the_steps():
+    chain = parse("topk(ratio=0.1) | warmup(dense=2, steps=4, stages=2) | int8")
+    every = [str(each) for each in chain.over_steps()]
+    assert every[0] == "none"
+    assert every[-1] == "topk(ratio=0.1) | int8"
+    assert {str(chain.at(step)) for step in range(9)} == {*every}

@@ -135,7 +135,6 @@ def test_array_code_keeps_the_same_residual(spec):
         ("topk | qsgd(bits=3)", "omega is"),
         ("minmax(bits=1)", "write 'onebit'"),
         ("signsgd(scale=0.25)", r"a vote is \+-0.25 .* use 'onebit' instead of 'signsgd'"),
-        ("topk | signsgd", "use 'onebit' instead of 'signsgd'"),
         ("qsgd | warmup(steps=9, ramp='bits', start=4)", "omega is 3.28"),
     ],
 )

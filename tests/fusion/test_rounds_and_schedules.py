@@ -10,6 +10,7 @@ from engines import with_engines
 from ringlet.compressors import (
     FP16,
     Compressor,
+    CompressorError,
     Context,
     Int8,
     Modifier,
@@ -494,3 +495,66 @@ def test_finish_sees_the_combined_result(spec, dtype):
 
     for negated, plain in with_engines(3, body):
         assert np.array_equal(negated, -plain)
+
+
+@pytest.mark.parametrize(
+    ("spec", "later"),
+    [
+        (
+            "qsgd | warmup(dense=2, steps=10, ramp='bits', start=2) | ef",
+            r"ef behind qsgd\(bits=2\)",
+        ),
+        ("randomk(ratio=0.5) | warmup(steps=3, start=0.1) | scaled(factor=0.6)", "make randomk"),
+        ("fp16 | server_ef", "cannot be reduced in shards"),
+    ],
+)
+def test_what_a_modifier_cannot_wrap_in_a_later_step_is_refused_at_once(spec, later):
+    with pytest.raises(CompressorError, match=later):
+        parse(spec)
+
+
+def test_feedback_of_the_server_begins_behind_dense_steps():
+    def body(engine):
+        request, state = Request("w", shape=(4000,)), {}
+        group = engine.declare(
+            "g", [request], [parse("int4 | warmup(dense=2) | server_ef")], [state]
+        )
+        told = []
+        for step in range(4):
+            x = np.random.default_rng([step, engine.rank]).normal(size=4000).astype(np.float32)
+            exact = sum(np.random.default_rng([step, r]).normal(size=4000) for r in range(3)) / 3
+            group.submit("w", x)
+            group.wait(60)
+            told.append(np.linalg.norm(x - exact) / np.linalg.norm(exact))
+        return told
+
+    for told in with_engines(3, body):
+        assert max(told[:2]) < 1e-6
+        assert min(told[2:]) > 0.01
+
+
+@pytest.mark.parametrize("spec", ["topk(ratio=1.0) | momentum_correction(masking=False)"])
+@pytest.mark.parametrize("schedule", ["", " | warmup(dense=5)"])
+def test_momentum_is_that_of_tensors_of_all_sizes_in_all_steps(spec, schedule):
+    """Lin et al.: the optimizer has none, for no tensor."""
+    first, *rest = spec.split(" | ")
+    before, behind = (" | ".join([first + schedule, *rest]), spec + schedule)
+    sizes = {"bias": 10, "norm": 1000, "weight": 4096}
+
+    def body(engine):
+        requests = [Request(name, shape=(n,)) for name, n in sizes.items()]
+        told = []
+        for title, text in (("a", before), ("b", behind)):
+            states = [{} for _ in requests]
+            group = engine.declare(title, requests, [parse(text)] * 3, states)
+            for step in range(8):
+                for name, n in sizes.items():
+                    x = np.ones(n, np.float32)
+                    group.submit(name, x)
+                    told.append((step, x))
+                group.wait(60)
+        return told
+
+    for told in with_engines(2, body):
+        for step, x in told:
+            np.testing.assert_allclose(x, (1 - 0.9 ** (step + 1)) / 0.1, rtol=1e-5)
