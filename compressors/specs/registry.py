@@ -83,6 +83,9 @@ def register(name: str) -> Callable[[type[C]], type[C]]:
     return add
 
 
+_OPERATIONS = ("adasum", "average", "max", "min", "product", "sum")
+
+
 def lookup(name: str, imports: bool = True) -> type[Compressor]:
     """Return the class registered as ``name``, importing its plugin if need be.
 
@@ -105,7 +108,12 @@ def lookup(name: str, imports: bool = True) -> type[Compressor]:
     known = names()
     unread = "".join(f". {what}" for what in announced(GROUP)[1])
     meant = _ALSO_CALLED.get(name.lower())
-    hint = f"; did you mean {meant!r}?" if meant else did_you_mean(name, known) or "."
+    if meant:
+        hint = f"; did you mean {meant!r}?"
+    elif name.lower() in _OPERATIONS:
+        hint = f"; that is an operation, op=hvd.{name.title()}, and no compressor."
+    else:
+        hint = did_you_mean(name, known) or "."
     raise UnknownCompressor(
         f"unknown compressor {name!r}{hint} Known: {', '.join(known)}. A plugin's name is known "
         f"once its module is imported; MODULE:NAME imports it{unread}"

@@ -138,6 +138,7 @@ def test_a_compressor_is_frozen():
             "    topk(ratio=0,01)\n               ^",
         ),
         ("fp32", UnknownCompressor, "did you mean 'none'?"),
+        ("adasum", UnknownCompressor, "that is an operation, op=hvd.Adasum, and no compressor."),
         ("Half", UnknownCompressor, "did you mean 'fp16'?"),
         ("error_feedback", UnknownCompressor, "did you mean 'ef'?"),
         ("natural_compression", UnknownCompressor, "did you mean 'natural'?"),
