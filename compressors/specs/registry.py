@@ -42,6 +42,7 @@ _ALSO_CALLED = {
     "efsignsgd": "onebit | ef",
     "dgc": "topk(ratio=0.001) | momentum_correction",
 }
+_OPERATIONS = ("adasum", "average", "max", "min", "product", "sum")
 
 
 def name_problem(name: object) -> str | None:
@@ -81,9 +82,6 @@ def register(name: str) -> Callable[[type[C]], type[C]]:
         return cls
 
     return add
-
-
-_OPERATIONS = ("adasum", "average", "max", "min", "product", "sum")
 
 
 def lookup(name: str, imports: bool = True) -> type[Compressor]:
