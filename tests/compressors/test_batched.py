@@ -17,7 +17,6 @@ from ringlet.compressors import (
     parse,
 )
 from ringlet.compressors.base.batched import Exchanged, addresses, starts_of
-from ringlet.compressors.base.chain import Chain
 from ringlet.compressors.base.contract import empty_payload, encoded
 from ringlet.compressors.base.norms import clip
 from ringlet.compressors.kernels.cpu.common import norms
@@ -328,7 +327,6 @@ def test_what_compresses_in_its_own_way_is_not_passed_over():
         "qsgd | scaled",
     ):
         assert parse(spec).batched() is None
-    assert Chain(first=parse("topk"), second=parse("int8 | ef")).batched() is None  # remembers
 
 
 def test_no_one_takes_residuals_without_a_kernel_that_renews_them():
