@@ -135,8 +135,9 @@ class Loop:
         except BrokenElsewhere as error:
             if self._life.closing:  # nobody here may ask any more
                 log.error("%s", error)
-            if len(worker.places) > 1:
-                worker.interrupt()  # a GPU would wait for the engine that broke
+            elif len(worker.places) > 1:  # a GPU would wait for the engine that broke
+                worker.pipeline.settle(_SENT_S)
+                worker.interrupt()
             return error.told()
         except BaseException as error:
             log.debug("the engine failed", exc_info=True)

@@ -87,7 +87,7 @@ class Chain(Compressor, joins=True):
                     f"{side} changes the sum of what ranks sent, in finish(), and together with "
                     f"{other} it would never see one. Use one of the two"
                 )
-        if self.second.traits().stateful:
+        if kept_losses(self.second):
             raise CompressorError(self._remembers())
 
     def _validate_rounds(self) -> None:

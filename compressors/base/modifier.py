@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from ringlet.compressors.base.contract import (
@@ -31,20 +32,33 @@ class Modifier(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inner = self.wrapped_compressor if self.is_bound() else None
-        if (
-            inner is not None
-            and inner.traits().combine == "rounds"
-            and self._passed_over("exchange", "compress", "decompress")
+        if self.inner is None or not self.is_bound():
+            return
+        self._refuse_rounds()
+        if keeps(self, Modifier, "at"):
+            for later in self.inner.over_steps():
+                if later is not self.inner:
+                    self._refuse(later)
+
+    def _refuse(self, later: Compressor) -> None:
+        """Raise what wrapping ``later``, a step's compressor, would raise; of that step alone."""
+        then = object.__new__(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            object.__setattr__(then, field.name, getattr(self, field.name))
+        object.__setattr__(then, "inner", later)
+        then.validate()
+        then._refuse_rounds()
+
+    def _refuse_rounds(self) -> None:
+        inner = self.wrapped_compressor
+        if inner.traits().combine == "rounds" and self._passed_over(
+            "exchange", "compress", "decompress"
         ):
             raise CompressorError(
                 f"{inner} exchanges in rounds, without payloads, and {self.label()} changes "
                 "payloads alone: it would do nothing. Define exchange(x, out, ctx, local) in it, "
                 "too, or wrap another compressor"
             )
-        for later in [] if inner is None else inner.over_steps():
-            if later is not inner:
-                self.replace(inner=later)  # which refuses what it cannot wrap
 
     def _passed_over(self, method: str, *basic: str) -> bool:
         """Whether ``method`` is left to the wrapped compressor, but not what it stands for."""
@@ -171,10 +185,11 @@ class Modifier(Compressor):
         return self.wrapped_compressor.uncompressed()
 
     def over_steps(self) -> Sequence[Compressor]:
-        """Wrap what the wrapped compressor may be."""
-        inner = self.inner
-        every = [] if inner is None else inner.over_steps()
-        return [self if now is inner else self.replace(inner=now) for now in every]
+        """Wrap what the wrapped compressor may be; this alone where ``at`` is another."""
+        if self.inner is None or not keeps(self, Modifier, "at"):
+            return [self]
+        every = self.inner.over_steps()
+        return [self if now is self.inner else self.replace(inner=now) for now in every]
 
     def at(self, step: int) -> Compressor:
         """Wrap what the wrapped compressor's schedule says."""

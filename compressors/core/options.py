@@ -110,7 +110,7 @@ def checked(label: str, field: dataclasses.Field[Any], value: Any) -> Any:
         listed = ", ".join(repr(choice) for choice in choices)
         own = ", which is its own default" if value == default else ""
         raise OptionError(f"{label}: {field.name} must be one of {listed}; got {value!r}{own}")
-    if isinstance(value, float) and math.isinf(value):  # which no spec could be read from
+    if isinstance(value, float) and math.isinf(value) and value != default:  # none can be written
         raise OptionError(f"{label}: {field.name} must be finite, got {value!r}")
     try:
         fits = value is None or _within(value, limits)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits
+from ringlet.compressors.base.batched import Batched
+from ringlet.compressors.base.contract import Compressor, Part, Payload, Traits, keeps
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.specs.registry import register
 
@@ -36,3 +37,22 @@ class NoCompression(Compressor):
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Copy the values."""
         out[...] = payload["values"]
+
+    def batched(self) -> Batched | None:
+        """Kernels for many tensors a call, of use to modifiers: alone this needs none."""
+        if not keeps(self, NoCompression, "compress", "encode_into", "accumulate", "decompress"):
+            return None
+        from ringlet.compressors.kernels.cpu.common.batched import batch_decoder, batch_encoder
+        from ringlet.compressors.kernels.cpu.dense import copies
+
+        plain = batch_encoder(copies.encode_placed)
+        fed = batch_encoder(copies.encode_feedback_placed)
+        decode = batch_decoder(copies.decode_placed)
+        return Batched(
+            self.label,
+            self.layout,
+            ("values",),
+            lambda *tables: plain(*tables, ()),
+            lambda *tables: fed(*tables, ()),
+            lambda *tables: decode(*tables, ()),
+        )

@@ -60,7 +60,12 @@ class MomentumCorrection(Modifier):
         )
 
     def uncompressed(self) -> Compressor | None:
-        """Return ``none`` with the same momentum: the optimizer has none for small tensors."""
+        """Return ``none`` with the same momentum: the optimizer has none for small tensors.
+
+        Casts that divide before they add stay: momentum is of gradients in their units.
+        """
+        if self.wrapped_compressor.traits().predivide:
+            return self
         return self.replace(inner=NoCompression())
 
     def compress(self, x: Array, ctx: Context) -> Payload:

@@ -44,7 +44,7 @@ class Warmup(Modifier):
     def at(self, step: int) -> Compressor:
         """Return no compression, the stage of the ramp, or what is wrapped; then its schedule."""
         if step < self.dense:
-            return self.uncompressed() or _NONE
+            return _dense(self)
         if step < self.dense + self.steps:
             stage = (step - self.dense) * self.stages // self.steps
             return _stage(self, stage).at(step)
@@ -52,13 +52,16 @@ class Warmup(Modifier):
 
     def over_steps(self) -> Sequence[Compressor]:
         """Return no compression, the stages of the ramp, and what is wrapped over its steps."""
-        dense = [self.uncompressed() or _NONE] if self.dense else []
+        dense = [_dense(self)] if self.dense else []
         ramp = [_stage(self, stage) for stage in range(self.stages if self.steps else 0)]
         later = [*ramp, self.wrapped_compressor]
         return [*dense, *(now for stage in later for now in stage.over_steps())]
 
 
-_NONE = NoCompression()
+@lru_cache(maxsize=4096)
+def _dense(warmup: Warmup) -> Compressor:
+    """Return what compresses nothing."""
+    return warmup.uncompressed() or NoCompression()
 
 
 @lru_cache(maxsize=4096)

@@ -101,6 +101,8 @@ class Bucket(ABC):
         with self.place.at_work():
             if self.place.ordered and not self.more:
                 self.place.after(member.ready for member in self.members)
+            for member in self._finishing:
+                member.widen()
             nbytes = self._encode()
         recorder.compressed(self.trace, start, time.perf_counter())
         return nbytes
@@ -126,8 +128,6 @@ class Bucket(ABC):
         self.failure, self.fatal = None, False
         try:
             self._compare(track, sizes)
-            for member in self._finishing:
-                member.widen()
             start = partial(self._exchange, track, list(sizes), recorder, epoch)
             yield from self.with_memory(start)
             if self._finishing and not self.more:

@@ -160,6 +160,7 @@ class Member:
 
     def take(self, values: Array, output: Array, ready: Any = None) -> None:
         """Take this step's arrays of the whole tensor."""
+        self._give_back()
         self.ready = ready
         if self.whole is None:
             self.input, self.output = values, output
@@ -169,10 +170,9 @@ class Member:
 
     def forget(self) -> None:
         """Give the step's arrays up, whose memory somebody else may want."""
-        if self._narrow is not None:
-            self.workspace.back(self.output)
+        self._give_back()
         self.input = self.output = _NOTHING
-        self.ready = self._narrow = None
+        self.ready = None
         if self.whole is not None:
             self.whole.forget()
 
@@ -355,6 +355,11 @@ class Member:
             wide, self.output, self._narrow = self.output, self._narrow, None
             from_float32(wide, self.output, self.output_dtype, self.workspace)
             self.workspace.back(wide)
+
+    def _give_back(self) -> None:
+        if self._narrow is not None:
+            self.workspace.back(self.output)
+            self._narrow = None
 
     def see(self) -> None:
         """Let the compressor see the combined result, which it may change."""

@@ -11,6 +11,7 @@ rounded to a power of two), gets the collective that the cost model finds cheape
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 from ringlet.compressors import Compressor, CompressorError, NoCompression
@@ -33,6 +34,11 @@ def effective(compressor: Compressor, dtype: str, numel: int) -> Compressor:
         return NoCompression()
     if numel >= compressor.traits().min_size:
         return compressor
+    return _uncompressed(compressor)
+
+
+@lru_cache(maxsize=4096)
+def _uncompressed(compressor: Compressor) -> Compressor:
     return compressor.uncompressed() or NoCompression()
 
 

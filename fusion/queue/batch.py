@@ -86,7 +86,7 @@ class Batch(BucketOwner):
         self._fallible.update(self._to_vote)
         for member, work, ranks in zip(self.members, works, contributors, strict=True):
             member.contributors = ranks
-            member.input, member.output, member.ready = work.input, work.output, work.ready
+            member.take(work.input, work.output, work.ready)
             self._works[member] = work
         for pieces in self._divided:
             whole = pieces[0].whole

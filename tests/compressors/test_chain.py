@@ -1,6 +1,7 @@
 """Chains: one compressor behind another, however deep, and the errors of those that cannot be."""
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
@@ -230,3 +231,14 @@ def test_both_sides_of_a_chain_may_change_with_the_steps():
     assert every[0] == "none"
     assert every[-1] == "topk(ratio=0.1) | int8"
     assert {str(chain.at(step)) for step in range(9)} == {*every}
+
+
+class RunningScale(Int8):
+    """Remembers a number, and nothing of what it did not send."""
+
+    def traits(self):
+        return dataclasses.replace(super().traits(), stateful=True)
+
+
+def test_what_remembers_no_values_may_stand_behind_a_sparsifier():
+    assert (TopK(ratio=0.1) | RunningScale()).traits().stateful

@@ -320,3 +320,11 @@ def test_what_cannot_be_read_says_how_it_is_written(spec, says):
 def test_an_option_that_no_spec_could_be_read_from_is_refused():
     with pytest.raises(CompressorError, match="momentum_correction: clip must be finite, got inf"):
         parse("none | momentum_correction(clip=1e999)")
+
+
+class Unbounded(Compressor):
+    clip: float = float("inf")
+
+
+def test_a_default_that_is_infinite_need_not_be_written():
+    assert str(Unbounded()).endswith("Unbounded")

@@ -558,3 +558,102 @@ def test_momentum_is_that_of_tensors_of_all_sizes_in_all_steps(spec, schedule):
     for told in with_engines(2, body):
         for step, x in told:
             np.testing.assert_allclose(x, (1 - 0.9 ** (step + 1)) / 0.1, rtol=1e-5)
+
+
+class Halves(Compressor):
+    """Makes anew what it is in each step, as a plugin may."""
+
+    share: float = option(1.0, gt=0)
+
+    def traits(self):
+        return Traits("gather", fixed_size=True, granularity=1, min_size=0)
+
+    def layout(self, n):
+        return (Part("values", "float32", n),)
+
+    def compress(self, x, ctx):
+        return {"values": x * np.float32(self.share)}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = payload["values"]
+
+    def at(self, step):
+        return self.replace(share=0.5) if step < 2 else self.replace(share=1.0)
+
+    def over_steps(self):
+        return [self.replace(share=0.5), self.replace(share=1.0)]
+
+
+class DenseAlone(Modifier):
+    """Wraps payloads alone: in dense steps it steps aside."""
+
+    def validate(self):
+        if self.is_bound() and self.wrapped_compressor.traits().combine == "sum":
+            raise CompressorError("no payload")
+
+    def at(self, step):
+        now = self.wrapped_compressor.at(step)
+        return now if now.traits().combine == "sum" else self.replace(inner=now)
+
+
+def test_plugins_say_what_they_are_over_the_steps():
+    fed = Halves() | parse("ef")
+    assert [str(each.wrapped_compressor.share) for each in fed.over_steps()] == ["0.5", "1.0"]
+    both = Halves() | DenseAlone() | parse("ef")
+    assert both.at(0).wrapped_compressor.wrapped_compressor.share == 0.5
+    aside = parse("int8 | warmup(dense=2)") | DenseAlone()
+    assert str(aside.at(0)) == "none"
+    assert aside.over_steps() == [aside]
+
+
+def test_momentum_is_in_units_of_the_cast_that_it_stands_before():
+    """Means by fp16 are divided before they are added, and what is remembered is so, too."""
+
+    def body(engine):
+        spec = parse("fp16 | momentum_correction(masking=False) | warmup(dense=3)")
+        group = engine.declare("g", [Request("w", shape=(64,))], [spec], [{}])
+        told = []
+        for _ in range(6):
+            x = np.ones(64, np.float32)
+            group.submit("w", x)
+            group.wait(60)
+            told.append(float(x[0]))
+        return told
+
+    for told in with_engines(3, body):
+        np.testing.assert_allclose(told, (1 - 0.9 ** np.arange(1, 7)) / 0.1, rtol=2e-3)
+
+
+class Sometimes(Compressor):
+    """Exchanges nothing in odd steps."""
+
+    def traits(self):
+        return Traits("rounds", min_size=0)
+
+    def exchange(self, x, out, ctx, local=None):
+        if ctx.step % 2:
+            out[...] = 7
+            return
+        received = yield Round(x.copy(), "mean")
+        out[...] = received
+
+
+class Turned(Modifier):
+    def finish(self, out, ctx):
+        out *= -1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_known_without_an_exchange_is_seen_as_well(dtype):
+    def body(engine):
+        spec = Sometimes() | Turned()
+        group = engine.declare("g", [Request("w", dtype=dtype, shape=(64,))], [spec], [{}])
+        told = []
+        for _ in range(4):
+            x = np.full(64, 3, dtype)
+            group.submit("w", x)
+            group.wait(60)
+            told.append(set(x.tolist()))
+        return told
+
+    assert with_engines(2, body) == [[{-3.0}, {-7.0}, {-3.0}, {-7.0}]] * 2

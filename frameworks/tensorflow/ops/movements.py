@@ -76,8 +76,9 @@ def broadcast(
     def backward(grads: list[Any], _: Any) -> list[Any]:
         again = None if name is None else f"{name}.grad"
         total = _averaged(grads, again, process_set)[0]
+        is_root = tf.equal(rank_in(global_process_set), root_rank)
         # Selected on all ranks: others wait for this node, and for that of its own gradient.
-        return [tf.where(rank_in(global_process_set) == root_rank, total, tf.zeros_like(total))]
+        return [tf.where(is_root, total, tf.zeros_like(total))]
 
     return differentiable([dense(tensor, moves=True)], forward, backward)[0]
 

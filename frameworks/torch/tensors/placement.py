@@ -87,7 +87,8 @@ def from_engine(array: Array, device: torch.device) -> torch.Tensor:
     with behind(place):
         copied = torch.as_tensor(array, device=device).clone()
     place.catch_up()
-    _use_here(copied)
+    if copied.is_cuda:  # and not of a parameter that has left the GPU
+        _use_here(copied)
     return copied
 
 
