@@ -43,11 +43,11 @@ class NoCompression(Compressor):
         if not keeps(self, NoCompression, "compress", "encode_into", "accumulate", "decompress"):
             return None
         from ringlet.compressors.kernels.cpu.common.batched import batch_decoder, batch_encoder
-        from ringlet.compressors.kernels.cpu.dense import copies
+        from ringlet.compressors.kernels.cpu.dense import none
 
-        plain = batch_encoder(copies.encode_placed)
-        fed = batch_encoder(copies.encode_feedback_placed)
-        decode = batch_decoder(copies.decode_placed)
+        plain = batch_encoder(none.encode_placed)
+        fed = batch_encoder(none.encode_feedback_placed)
+        decode = batch_decoder(none.decode_placed)
         return Batched(
             self.label,
             self.layout,
