@@ -95,6 +95,7 @@ class Member:
     _contexts: dict[tuple[int, int, int], Context] = field(default_factory=dict)
     _finishes: bool | None = None
     _narrow: Array | None = None  # the output, while the result is held in float32
+    _then: Member | None = None  # this member as it was in the last step that was asked for
     foreign: bool = field(init=False)  # a plugin's, in host memory: it is looked after
     encoded: bool = field(init=False)  # compressed, straight into a fusion buffer
     summed: bool = field(init=False)  # added up as it travels
@@ -134,9 +135,13 @@ class Member:
         It is one of its own, kept ``apart``, where each rank counts the steps for itself.
         """
         now = self.call(self.declared.at, step)
-        if now is self.declared and not apart:
+        if apart:
+            return Member(self.request, now, *self._surroundings, apart=True)
+        if now is self.declared:
             return self
-        return Member(self.request, now, *self._surroundings, apart=apart)
+        if self._then is None or self._then.declared != now:  # it changes in few steps
+            self._then = Member(self.request, now, *self._surroundings)
+        return self._then
 
     def kept_apart(self) -> Member:
         """Return this member without its schedule, as one that ranks vote on whatever its size."""
