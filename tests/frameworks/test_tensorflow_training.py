@@ -1276,6 +1276,22 @@ def test_what_is_traced_in_an_elastic_job_goes_by_the_ranks_that_there_are(monke
         hvd.shutdown()
 
 
+def test_a_broadcast_has_its_gradient_where_tensors_are_compared_as_objects(monkeypatch):
+    """As in graphs of TensorFlow 1; in an elastic job, in which the rank is asked for late."""
+    v1 = tf.compat.v1
+    monkeypatch.setattr(topology_ops, "is_elastic", lambda: True)
+    v1.disable_tensor_equality()
+    hvd.init()
+    try:
+        with tf.Graph().as_default(), v1.Session() as session:
+            x = tf.constant([1.0, 2.0])
+            (gradient,) = tf.gradients(tf.reduce_sum(hvd.broadcast(x, 0) * 3), x)
+            assert session.run(gradient).tolist() == [3, 3]
+    finally:
+        hvd.shutdown()
+        v1.enable_tensor_equality()
+
+
 CASES = [name for name in dir() if name.startswith("case_")]
 
 
