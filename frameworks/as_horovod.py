@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
     install_as_horovod()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
-        if len(arguments) < 2 or find_spec(arguments[1]) is None:
+        if len(arguments) < 2 or not _is_there(arguments[1]):
             sys.exit(f"ringlet.as_horovod: there is no module {' '.join(arguments[1:2])!r}")
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
@@ -65,6 +65,13 @@ def main(arguments: list[str]) -> None:
     sys.argv = arguments
     sys.path[0] = str(script.parent.resolve())
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of the package that it would be in
+        return False
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from typing import TextIO
@@ -33,7 +34,9 @@ class Progress:
         if self._terminal:
             full = _WIDTH * self._done // max(1, self._total)
             bar = "#" * full + "." * (_WIDTH - full)
-            self._put(f"\r[{bar}] {self._done}/{self._total} {what[:48]}\x1b[K")
+            line = f"[{bar}] {self._done}/{self._total} {what[:48]}"
+            # A line that is as long as the terminal would begin another one.
+            self._put(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
         else:
             took = time.monotonic() - self._began
             self._put(f"{self._done + 1}/{self._total} {what} ({took:.1f} s)\n")

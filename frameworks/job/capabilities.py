@@ -60,7 +60,11 @@ def cuda_built() -> bool:
 def gpu_path() -> str:
     """Say how tensors on a GPU travel from this machine."""
     staged, over = "through host memory", "directly over transport nccl"
-    if "staged" in wishes_from(os.environ):
+    try:
+        wishes = wishes_from(os.environ)
+    except ValueError as error:  # what diagnoses has to tell of it, and not to fail
+        return f"unknown: {error}"
+    if "staged" in wishes:
         return f"{staged}: RINGLET_STAGED asks for it"
     missing = lacking()
     if missing is not None:

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -29,25 +29,46 @@ def start(
 ) -> Recording:
     """Record what ``engine`` does; see ``ringlet.job.observation.start_metrics``."""
     sinks: list[Sink] = [Callback(function) for function in callbacks]
+    with ExitStack() as opened:  # closed where one of them, or the start, fails
+        _open(sinks, opened, engine, topology, path, prometheus, tensorboard)
+        if not sinks:
+            raise ValueError("say where metrics go: a path, callbacks, prometheus or tensorboard")
+        hosts = list(dict.fromkeys(topology.hosts))
+        facts = {"hosts": hosts, "limits": asdict(engine.limits), "versions": _versions()}
+        recording = engine.metrics.start(sinks, sample_every, facts, network)
+        opened.pop_all()
+    return recording
+
+
+def _open(
+    sinks: list[Sink],
+    opened: ExitStack,
+    engine: Engine,
+    topology: Topology,
+    path: str | os.PathLike[str] | None,
+    prometheus: str | int | None,
+    tensorboard: str | os.PathLike[str] | None,
+) -> None:
+    """Append where metrics go to ``sinks``; each one is closed with ``opened``."""
+
+    def add(sink: Sink) -> None:
+        opened.callback(sink.close)
+        sinks.append(sink)
+
     if path is not None:
         path = os.fspath(path).replace("{rank}", str(engine.rank))
         with _told_of(path, "RINGLET_METRICS"):
-            sinks.append(JsonLines(path))
+            add(JsonLines(path))
     if prometheus is not None:
         from ringlet.metrics.prometheus import serve
 
-        sinks.append(serve(prometheus, engine.rank, topology.machine_rank))
+        add(serve(prometheus, engine.rank, topology.machine_rank))
     if tensorboard is not None:
         from ringlet.metrics.tensorboard import TensorBoard
 
         folder = os.path.join(tensorboard, f"rank{engine.rank}")
         with _told_of(folder, "RINGLET_TENSORBOARD"):
-            sinks.append(TensorBoard(folder))
-    if not sinks:
-        raise ValueError("say where metrics go: a path, callbacks, prometheus or tensorboard")
-    hosts = list(dict.fromkeys(topology.hosts))
-    facts = {"hosts": hosts, "limits": asdict(engine.limits), "versions": _versions()}
-    return engine.metrics.start(sinks, sample_every, facts, network)
+            add(TensorBoard(folder))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from ringlet.report import charts
 from ringlet.report.page_frame import page
 from ringlet.report.summary import (
     EVEN,
+    LOOSE,
     RunSummary,
     amount,
     between,
@@ -35,10 +36,14 @@ def pace(run: RunSummary) -> list[float]:
 
 def compared(run: RunSummary, first: RunSummary) -> tuple[str, str]:
     """Return ("paid", "cost", "even" or "unclear") and how ``run`` compares with ``first``."""
-    ours, theirs = pace(run), pace(first)
+    if LOOSE in (run.name, first.name):  # which are recorded once a second
+        return "unclear", f"{LOOSE} belong to no steps whose times could be compared"
+    whole = run.intervals and first.intervals  # a single step has an exchange alone
+    ours, theirs = (each.intervals if whole else each.exchanges for each in (run, first))
     took, (low, high) = statistics.median(ours), spread(ours)
     reference, (least, most) = statistics.median(theirs), spread(theirs)
-    shown = f"steps took {between(took, low, high)}, against {between(reference, least, most)}"
+    what = "steps" if whole else "exchanges, of which alone there are times,"
+    shown = f"{what} took {between(took, low, high)}, against {between(reference, least, most)}"
     factor = reference / took if took else 1.0
     within = max(high, most) <= (1 + EVEN) * min(low, least)
     if within:

@@ -52,6 +52,10 @@ class Training:
         generator = np.random.default_rng([self.seed, epoch, rank]) if self.ahead else None
         return share.least // rows, share.batches(rows, generator, self.ahead)
 
+    def seed_of(self, epoch: int, rank: int) -> int:
+        """Return the seed of what layers draw at random: no two ranks and epochs are alike."""
+        return int(np.random.SeedSequence([self.seed, epoch, rank]).generate_state(1)[0])
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -62,6 +66,10 @@ class Fitted:
     widths: tuple[int, ...]
 
 
+def _new_run() -> str:
+    return f"run-{uuid.uuid4().hex[:12]}"
+
+
 class RankEstimator(Estimator, ABC):  # type: ignore[misc]  # Spark may be absent when types are checked
     """Fits a model to the columns of a frame, on ``num_proc`` ranks in Spark's tasks.
 
@@ -69,7 +77,8 @@ class RankEstimator(Estimator, ABC):  # type: ignore[misc]  # Spark may be absen
       ``label_cols`` to (rows, labels) of ``label_dtype``.
     - ``store`` is a path, or URL of fsspec's, that Spark and all ranks reach: data go there as
       Parquet (``intermediate_train_data``), checkpoints to ``runs/RUN_ID/checkpoint``. An
-      estimator with the ``run_id`` of one that ended early goes on where that was.
+      estimator with the ``run_id`` of a fit that ended early goes on where that was. Without one,
+      each fit is a new run, whose ID is ``run_id`` from then on.
     - ``validation`` is the share of rows (0 to 1) that are held out for ``val_loss``, or the name
       of a column that is true, or not 0, in those rows.
     - ``compression`` is a spec such as "int8 | ef", ``precision`` a policy.
@@ -112,7 +121,8 @@ class RankEstimator(Estimator, ABC):  # type: ignore[misc]  # Spark may be absen
         if not feature_cols or not label_cols or isinstance(feature_cols, str):
             raise ValueError("feature_cols and label_cols are lists of names of columns")
         Options(compression=compression, precision=precision).settings()  # not on ranks first
-        self.run_id = run_id or f"run-{uuid.uuid4().hex[:12]}"
+        self._given_run_id = run_id
+        self.run_id = run_id or _new_run()
         self._store, self._validation = store.rstrip("/"), validation
         self._launch: dict[str, Any] = {
             "num_proc": num_proc, "restarts": restarts, "start_timeout": start_timeout, "env": env,
@@ -167,7 +177,9 @@ class RankEstimator(Estimator, ABC):  # type: ignore[misc]  # Spark may be absen
         return self._trained(spark)
 
     def _trained(self, session: Any) -> RankModel:
-        job = replace(self._training, validation=bool(self._validation))
+        # One of its own for each fit: else a second one would find all epochs of the first done.
+        run_id = self.run_id = self._given_run_id or _new_run()
+        job = replace(self._training, validation=bool(self._validation), run_id=run_id)
         train = type(self)._train
         try:
             fitted, *_ = run(train, (job,), spark=session, **self._launch)

@@ -177,11 +177,9 @@ def _begin(job: _KerasTraining, batches: Any, rank: int, epoch: int, logs: objec
 
 
 def _seed(job: _KerasTraining, epoch: int, rank: int) -> None:
-    """Seed an epoch: no two ranks are alike."""
     import keras
 
-    drawn = np.random.SeedSequence([job.seed, epoch, rank]).generate_state(1)
-    keras.utils.set_random_seed(int(drawn[0]))
+    keras.utils.set_random_seed(job.seed_of(epoch, rank))
 
 
 def _callback(**functions: Callable[..., Any]) -> Any:

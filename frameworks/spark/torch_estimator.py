@@ -28,7 +28,6 @@ def _train(job: _TorchTraining) -> Fitted | None:
     import ringlet.torch as hvd
 
     hvd.init()
-    torch.manual_seed(job.seed)
     rank, size = hvd.rank(), hvd.size()
     model: Any = job.model
     named = list(model.named_parameters())
@@ -49,6 +48,7 @@ def _train(job: _TorchTraining) -> Fitted | None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     share, held = job.shares(rank, size)
     for epoch in range(len(history), job.epochs):
+        torch.manual_seed(job.seed_of(epoch, rank))
         model.train()
         total = torch.zeros(2, dtype=torch.float64)
         steps, batches = job.epoch(share, epoch, rank)

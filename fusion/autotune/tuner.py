@@ -20,6 +20,7 @@ from ringlet.fusion.recording.events import BucketDone, Quiet
 log = logging.getLogger("ringlet")
 
 WINDOWS = 5  # stretches whose median is a setting's score
+_Key = tuple[str, str]  # an owner of buckets, and a name of one
 _SETTLING = 6  # steps until a new setting is in effect everywhere
 _SHORTEST = 0.02  # seconds of a window: shorter ones measure the clock
 
@@ -67,11 +68,18 @@ class Autotuner(Quiet):
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         if self._settling:
             if seen >= self._settling:
-                self._settle(0)
-        elif seen >= self._limits.autotune_steps:
+                self._settle(0, key)
+        elif self._ends(key, seen):
             elapsed = time.perf_counter() - self._began
             if elapsed >= _SHORTEST:
-                self._window_done(self._bytes / elapsed)
+                self._window_done(self._bytes / elapsed, key)
+
+    def _ends(self, key: _Key, seen: int) -> bool:
+        """Whether a window may end: behind the bucket that it began behind, with whole steps."""
+        steps = self._limits.autotune_steps
+        if key == self._opened:
+            return seen >= steps
+        return seen >= 2 * steps and self._opened not in self._seen  # which comes no more
 
     def restart(self) -> None:
         """Measure anew: a setting has just been announced."""
@@ -85,14 +93,14 @@ class Autotuner(Quiet):
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
-    def _settle(self, steps: int) -> None:
-        self._settling = steps
-        self._seen: dict[tuple[str, str], int] = {}
+    def _settle(self, steps: int, opened: _Key | None = None) -> None:
+        self._settling, self._opened = steps, opened
+        self._seen: dict[_Key, int] = {}
         self._bytes = 0
         self._began = time.perf_counter()
 
-    def _window_done(self, score: float) -> None:
-        self._settle(0)
+    def _window_done(self, score: float, key: _Key) -> None:
+        self._settle(0, key)
         if self._warming:
             self._warming -= 1
             return

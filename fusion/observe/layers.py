@@ -116,7 +116,10 @@ def _relative_error(member: Member, x: np.ndarray[Any, np.dtype[np.float32]]) ->
     if residual is not None and residual.size == x.size:
         lost = residual
     target = _norm(decoded + lost)
-    return _norm(lost) / target if target > 0 else 0.0
+    if target == 0:
+        return 0.0
+    error = _norm(lost) / target
+    return error if math.isfinite(error) else None
 
 
 def _norm(x: Any) -> float:

@@ -32,6 +32,7 @@ from ringlet.ring.safe_files import create, refuse_devices, refuse_others
 log = logging.getLogger("ringlet")
 
 _PIECE = 1 << 20  # bytes of a file that a rank sends at once
+_ASIDE = ".merging"  # behind the name of a part that is being merged
 
 
 class Timeline(Quiet):
@@ -43,11 +44,13 @@ class Timeline(Quiet):
         self.wanted: Path | None = None  # where this rank asked for it; rank 0's place counts
         self._comm, self._marks = comm, mark_cycles
         self._own = rank_file(path, comm.rank)
+        self._made: Path | None = None  # a folder for it alone
         self._file: TraceFile | None = None
         self.problem: OSError | None = None
         try:
             if not path.parent.is_dir():  # another machine, with another disk
-                self._own = Path(tempfile.mkdtemp(prefix="ringlet-")) / self._own.name
+                self._made = Path(tempfile.mkdtemp(prefix="ringlet-"))
+                self._own = self._made / self._own.name
             self._file = TraceFile(self._own, Renderer(comm.rank, socket.gethostname()))
         except OSError as error:
             self.problem = error
@@ -101,6 +104,11 @@ class Timeline(Quiet):
         parts = [self._own]
         if all_here:
             parts = _collected(self._comm, self.path, self._own)
+            if self._made is not None and not self._own.exists():
+                _quietly(self._made.rmdir)
+            if self._comm.rank == 0:
+                parts = [_set_aside(part) for part in parts if part.exists()]
+            self._comm.barrier()  # whoever goes on may begin another timeline of this name
         elif self._comm.rank == 0:
             own = [rank_file(self.path, rank) for rank in range(self._comm.size)]
             parts = [part for part in own if part.is_file() and not part.is_symlink()]
@@ -115,6 +123,9 @@ class Timeline(Quiet):
                 for part in present:
                     part.unlink()
             except Exception as error:
+                for part in parts:  # where `ringlet timeline` finds them
+                    if part.name.endswith(_ASIDE) and part.exists():
+                        _quietly(partial(part.rename, part.with_name(part.name[: -len(_ASIDE)])))
                 log.warning("the timeline could not be merged: %s", error)
                 done(error)
             else:
@@ -160,8 +171,17 @@ def _collected(comm: Communicator, path: Path, own: Path) -> list[Path]:
             _quietly(partial(_write, parts[rank], content))
     if data and comm.rank != 0:
         _quietly(own.unlink)
-        _quietly(own.parent.rmdir)
     return parts
+
+
+def _set_aside(part: Path) -> Path:
+    """Return a part under a name that no rank writes to."""
+    aside = part.with_name(part.name + _ASIDE)
+    try:
+        return part.rename(aside)
+    except OSError:
+        log.debug("a part of the timeline", exc_info=True)
+        return part
 
 
 def _content(path: Path) -> bytes:

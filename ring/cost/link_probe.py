@@ -138,13 +138,16 @@ def _answer(listener: socket.socket, key: bytes) -> None:
                 sock.sendall(receive(sock, 1, time.monotonic() + PATIENCE))
             # What arrives in the beginning fills buffers on the way: it is not counted.
             received, begin, last = 0, 0.0, 0.0
-            warm = len(sock.recv(CHUNK))
+            first = len(sock.recv(CHUNK))
+            warm, opened = first, time.perf_counter()
             while data := sock.recv(CHUNK):
                 last = time.perf_counter()
                 if warm < 4 * CHUNK:
                     warm, begin = warm + len(data), last
                 else:
                     received += len(data)
+            if not received:  # a link so slow that no more came
+                received, begin = warm - first, opened
             told = _TOLD.pack(received, last - begin)
             sock.sendall(Outgoing(keys.sending).frame(0, told))
             return

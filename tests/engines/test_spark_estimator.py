@@ -44,11 +44,14 @@ def frame(spark):
     return spark.createDataFrame(rows, ["id", "a", "b", "c", "y", "w"]).cache()
 
 
-def estimator(store, **given):
+def estimator(store, dropout=0.0, **given):
     usual = {"num_proc": 2, "epochs": 4, "batch_size": 16, "validation": 0.2}
     torch.manual_seed(3)
+    model = torch.nn.Linear(4, 1)
+    if dropout:
+        model = torch.nn.Sequential(torch.nn.Dropout(dropout), model)
     return TorchEstimator(
-        torch.nn.Linear(4, 1), lambda p: torch.optim.SGD(p, 0.05), torch.nn.functional.mse_loss,
+        model, lambda p: torch.optim.SGD(p, 0.05), torch.nn.functional.mse_loss,
         ["a", "b", "c"], ["y"], str(store), **(usual | given),
     )  # fmt: skip
 
@@ -87,18 +90,29 @@ def test_it_learns_validates_and_adds_a_column(frame, tmp_path):
 
 
 def test_it_goes_on_where_a_run_has_ended(frame, tmp_path):
-    whole = estimator(tmp_path / "whole", compression="int8 | ef").fit(frame)
-    first = estimator(tmp_path / "parts", compression="int8 | ef", epochs=2, run_id="one")
+    given = {"compression": "int8 | ef", "dropout": 0.1}
+    whole = estimator(tmp_path / "whole", **given).fit(frame)
+    first = estimator(tmp_path / "parts", epochs=2, run_id="one", **given)
     assert len(first.fit(frame).history) == 2
-    second = estimator(tmp_path / "parts", compression="int8 | ef", run_id="one")
+    second = estimator(tmp_path / "parts", run_id="one", **given)
     parts = second.fit_on_parquet(frame.sparkSession)
     assert len(parts.history) == 4
     assert [epoch["epoch"] for epoch in parts.history] == [0, 1, 2, 3]
-    assert parts.history == whole.history  # to the bit, error feedback included
-    other = estimator(tmp_path / "parts", run_id="one", num_proc=1, restarts=0)
+    assert parts.history == whole.history  # to the bit, error feedback and dropout included
+    other = estimator(tmp_path / "parts", run_id="one", num_proc=1, restarts=0, dropout=0.1)
     with pytest.raises(WorkerFailed, match=r"^rank 0: the checkpoint .* is of 2 ranks") as failed:
         other.fit_on_parquet(frame.sparkSession)
     assert failed.value.__suppress_context__, "the rank's stack comes first"
+
+
+def test_each_fit_is_a_run_of_its_own(frame, tmp_path):
+    """Without a run_id: else the second would find all epochs of the first one done."""
+    made = estimator(tmp_path, epochs=2)
+    first, run_id = made.fit(frame), made.run_id
+    second = made.fit(frame.withColumn("y", -frame.y))
+    assert made.run_id != run_id
+    weights = [model.get_model().weight.detach().numpy()[0] for model in (first, second)]
+    assert np.dot(*weights) < 0
 
 
 def test_what_cannot_be_is_a_sentence_and_no_stack_of_a_ranks(frame, tmp_path):

@@ -253,3 +253,8 @@ def test_codecs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (codec.combine, codec.sums) == (combine, sums)
         assert codec.encode > 0
         assert codec.ratio == pytest.approx(ratio, rel=0.2)
+
+
+def test_what_a_variable_has_wrong_is_told_and_ends_no_diagnosis(monkeypatch):
+    monkeypatch.setenv("RINGLET_STAGED", "maybe")
+    assert "RINGLET_STAGED" in gpu_path()

@@ -296,6 +296,22 @@ def test_tensorboard_writes_through_no_link_of_a_stranger(tmp_path):
     assert not list(precious.rglob("*tfevents*"))
 
 
+def test_a_start_that_fails_leaves_nothing_open(tmp_path):
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").touch()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def body(rank):
+        for _ in range(2):  # by the second time the port would be in use
+            with pytest.raises(NotADirectoryError, match="let RINGLET_TENSORBOARD name"):
+                start_metrics(prometheus=where, tensorboard=tmp_path / "file" / "board")
+
+    ranks(1, body)
+
+
 def test_a_stranger_who_says_much_is_hung_up_on():
     pytest.importorskip("prometheus_client")
     sink = serve("127.0.0.1:0", 0, 0)

@@ -4,7 +4,9 @@ import csv
 import math
 import threading
 import time
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from ringlet.compressors import parse
 from ringlet.fusion import Engine, Limits, Request, StepAbandoned
+from ringlet.fusion.autotune import tuner as tuner_module
 from ringlet.fusion.autotune.search import BayesianSearch, RandomSearch
 from ringlet.fusion.autotune.space import BOUNDS, from_unit, to_unit
 from ringlet.fusion.autotune.tuned_limits import names
@@ -245,6 +248,31 @@ def test_it_ends_with_the_best_setting_everywhere_and_logs(tmp_path):
     assert {row["hierarchical"] for row in rows} == {"0"}  # there are no levels here
     assert rows[-1]["fusion_threshold"] == str(best["fusion_threshold"])
     assert float(rows[-1]["score_bytes_per_s"]) == pytest.approx(score, abs=1)
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 3, 8])
+@pytest.mark.parametrize("steps", [1, 3, 10])
+def test_scores_do_not_depend_on_how_many_buckets_there_are(monkeypatch, buckets, steps):
+    """A window begins and ends behind the same bucket: it is of whole steps."""
+    now, scores = [0.0], []
+    monkeypatch.setattr(tuner_module.time, "perf_counter", lambda: now[0])
+    limits = Limits(autotune="cycle_time", autotune_steps=steps, autotune_warmup=0)
+    tuner = Autotuner(limits, lambda _: None)
+    monkeypatch.setattr(tuner, "_window_done", lambda score, key: scores.append(score) or done(key))
+    done = partial(tuner._settle, 0)
+    try:
+        for _ in range(60):
+            now[0] += 0.9  # seconds of computing, and a burst of buckets behind it
+            for index in range(buckets):
+                now[0] += 0.1 / buckets
+                member = SimpleNamespace(nbytes=100 / buckets, name=f"t{index}")
+                tuner.bucket_done(
+                    SimpleNamespace(owner="g", bucket=SimpleNamespace(members=[member]))
+                )
+    finally:
+        tuner.close()
+    assert len(scores) >= 3
+    assert scores == pytest.approx([100.0] * len(scores))
 
 
 def test_a_search_that_fails_leaves_the_best_that_was_tried(caplog):

@@ -234,6 +234,33 @@ def test_files_of_other_machines_travel_to_rank_0(tmp_path, monkeypatch):
     assert said["ranks"] == 3
     assert sum(e["name"] == "step of model" for e in events) == 9
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["t.json"]
+    assert all(place.is_dir() for place in elsewhere.values())  # which somebody may need
+
+
+def test_a_timeline_of_the_same_name_begins_while_the_last_is_merged(tmp_path, monkeypatch):
+    from ringlet.fusion.observe import timeline
+
+    path, begun = tmp_path / "t.json", threading.Event()
+
+    def slow(*given):
+        begun.wait(20)
+        return merge(*given)
+
+    monkeypatch.setattr(timeline, "merge", slow)
+
+    def body(engine):
+        for number in (1, 2):
+            engine.timelines.start(path)
+            train(engine, number, name=f"g{number}")
+            if engine.rank == 0 or number == 2:
+                begun.set()
+            engine.timelines.stop()
+
+    with_engines(2, body)
+    events, said = events_of(path)
+    assert said["ranks"] == 2
+    assert sum(e["name"] == "step of g2" for e in events) == 4
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_clock_offsets_are_enclosed():

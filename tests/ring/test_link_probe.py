@@ -43,6 +43,14 @@ def test_every_rank_has_the_same_figures(count: int) -> None:
     assert all(link.latency > 0 and link.rate > 1e6 and not link.error for link in told[0])
 
 
+def test_a_link_that_carries_little_is_measured_by_what_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_probe, "CHUNK", 1 << 22)  # of which the first four are not counted
+    (told, _) = run_local(lambda comm: measure_links(comm, ["a", "b"], seconds=1e-3), 2)
+    assert all(link.rate > 1e6 and not link.error for link in told)
+
+
 def test_a_link_that_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_probe, "PATIENCE", 0.2)
     monkeypatch.setattr(link_probe, "own_address", lambda: "192.0.2.1")  # of no host
