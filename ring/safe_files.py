@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 
-def create(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor of ``path``, new or emptied, to write to.
+def create(path: str | os.PathLike[str], append: bool = False) -> int:
+    """Return a descriptor of ``path``, new or emptied, to write to; ``append`` keeps what is there.
 
     Raises OSError, telling what to do, where ``path`` is a link, symbolic or one of several names
     of a file, a pipe that nobody reads, or a stranger's in a folder such as /tmp.
@@ -44,7 +44,10 @@ def create(path: str | os.PathLike[str]) -> int:
             if found.st_nlink > 1:
                 text = "is a file of several names, and not overwritten; remove this name first"
                 raise OSError(errno.EMLINK, text, where)
-            os.ftruncate(descriptor, 0)
+            if append:
+                os.lseek(descriptor, 0, os.SEEK_END)
+            else:
+                os.ftruncate(descriptor, 0)
         os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)
@@ -124,9 +127,11 @@ def planted_in(path: str | os.PathLike[str]) -> list[str]:
     return found
 
 
-def create_text(path: str | os.PathLike[str], newline: str | None = None) -> TextIO:
-    """Return ``create(path)`` as a text file in UTF-8, written line by line."""
-    return os.fdopen(create(path), "w", buffering=1, encoding="utf-8", newline=newline)
+def create_text(
+    path: str | os.PathLike[str], newline: str | None = None, append: bool = False
+) -> TextIO:
+    """Return ``create(path, append)`` as a text file in UTF-8, written line by line."""
+    return os.fdopen(create(path, append), "w", buffering=1, encoding="utf-8", newline=newline)
 
 
 @contextmanager

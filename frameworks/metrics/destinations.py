@@ -26,11 +26,15 @@ def start(
     tensorboard: str | os.PathLike[str] | None,
     sample_every: int,
     network: bool,
+    append: bool = False,
 ) -> Recording:
-    """Record what ``engine`` does; see ``ringlet.job.observation.start_metrics``."""
+    """Record what ``engine`` does; see ``ringlet.job.observation.start_metrics``.
+
+    ``append`` keeps the records that ``path`` has.
+    """
     sinks: list[Sink] = [Callback(function) for function in callbacks]
     with ExitStack() as opened:  # closed where one of them, or the start, fails
-        _open(sinks, opened, engine, topology, path, prometheus, tensorboard)
+        _open(sinks, opened, engine, topology, path, prometheus, tensorboard, append)
         if not sinks:
             raise ValueError("say where metrics go: a path, callbacks, prometheus or tensorboard")
         hosts = list(dict.fromkeys(topology.hosts))
@@ -48,6 +52,7 @@ def _open(
     path: str | os.PathLike[str] | None,
     prometheus: str | int | None,
     tensorboard: str | os.PathLike[str] | None,
+    append: bool,
 ) -> None:
     """Append where metrics go to ``sinks``; each one is closed with ``opened``."""
 
@@ -58,7 +63,7 @@ def _open(
     if path is not None:
         path = os.fspath(path).replace("{rank}", str(engine.rank))
         with _told_of(path, "RINGLET_METRICS"):
-            add(JsonLines(path))
+            add(JsonLines(path, append))
     if prometheus is not None:
         from ringlet.metrics.prometheus import serve
 

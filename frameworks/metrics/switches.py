@@ -8,6 +8,7 @@ from pathlib import Path
 from ringlet.fusion import Engine
 from ringlet.metrics.destinations import start
 from ringlet.ring.communicator import Topology
+from ringlet.ring.rendezvous.epochs import present
 from ringlet.ring.variables import given, read_flag, read_whole
 
 
@@ -22,10 +23,11 @@ def switch_on(engine: Engine, topology: Topology, env: Mapping[str, str]) -> Non
     RINGLET_TIMELINE (or HOROVOD_TIMELINE) names a timeline's file, *_TIMELINE_MARK_CYCLES marks
     cycles; RINGLET_METRICS, RINGLET_METRICS_EVERY, RINGLET_PROMETHEUS and RINGLET_TENSORBOARD are
     the arguments of ``start_metrics``. Prometheus is for every rank, as are a RINGLET_METRICS with
-    "{rank}" in it and a RINGLET_TENSORBOARD. Raises ValueError and OSError that name
-    the variable.
+    "{rank}" in it and a RINGLET_TENSORBOARD. In a later epoch of an elastic job records go on where
+    they are, and the timeline is a file of its own. Raises ValueError and OSError that name the
+    variable.
     """
-    variable, timeline = given(env, "TIMELINE") or ("", "")
+    (variable, timeline), epoch = given(env, "TIMELINE") or ("", ""), present()
     path = env.get("RINGLET_METRICS") or None
     if path is not None and engine.rank != 0 and "{rank}" not in path:
         path = None
@@ -36,6 +38,9 @@ def switch_on(engine: Engine, topology: Topology, env: Mapping[str, str]) -> Non
         raise ValueError(f"RINGLET_METRICS={path!r} is the file of {variable} too; name two files")
     if timeline and timeline.upper() != "DYNAMIC" and engine.rank == 0:
         marks = given(env, "TIMELINE_MARK_CYCLES")
+        if epoch > 1:
+            whole = Path(timeline)
+            timeline = str(whole.with_name(f"{whole.stem}.epoch{epoch}{whole.suffix}"))
         try:
             engine.timelines.start(timeline, marks is not None and read_flag(*marks))
         except OSError as error:
@@ -44,4 +49,4 @@ def switch_on(engine: Engine, topology: Topology, env: Mapping[str, str]) -> Non
     tensorboard = env.get("RINGLET_TENSORBOARD") or None
     every = read_whole("RINGLET_METRICS_EVERY", env.get("RINGLET_METRICS_EVERY") or "0")
     if path or prometheus or tensorboard:
-        start(engine, topology, path, (), prometheus, tensorboard, every, network=True)
+        start(engine, topology, path, (), prometheus, tensorboard, every, True, epoch > 1)

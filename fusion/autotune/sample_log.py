@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import logging
+import os
 from contextlib import suppress
 from typing import Any
 
+from ringlet.ring.rendezvous.epochs import present
 from ringlet.ring.safe_files import create_text, refuse_others
 
 log = logging.getLogger("ringlet")
@@ -28,10 +30,12 @@ class Log:
     def __init__(self, path: str) -> None:
         if path:
             refuse_others(path, ",".join(COLUMNS).encode(), b"hierarchical_allreduce,")  # Horovod's
-        self._file = create_text(path, newline="") if path else None
+        later = present() > 1  # in an elastic job: behind what the epochs before have tried
+        self._file = create_text(path, newline="", append=later) if path else None
         self._writer = csv.DictWriter(self._file, COLUMNS) if self._file else None
         self._path = path
-        self._put(dict(zip(COLUMNS, COLUMNS, strict=True)))
+        if self._file is not None and not os.fstat(self._file.fileno()).st_size:
+            self._put(dict(zip(COLUMNS, COLUMNS, strict=True)))
 
     def write(self, sample: int, setting: dict[str, Any], score: float) -> None:
         """Append a line. ``setting`` has a value for every limit that can be tuned."""

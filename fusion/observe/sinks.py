@@ -32,12 +32,13 @@ class Sink(Protocol):
 class JsonLines:
     """Writes a record a line to ``path``; each line is whole on the disk before the next begins.
 
-    Raises OSError where ``path`` is a link (``ringlet.ring.safe_files``), or no file of records.
+    With ``append`` behind those that are there. Raises OSError where ``path`` is a link
+    (``ringlet.ring.safe_files``), or no file of records.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
         refuse_others(path, b'{"kind":')
-        self._file = create_text(path)
+        self._file = create_text(path, append=append)
 
     def write(self, record: Record) -> None:
         """Append a line."""

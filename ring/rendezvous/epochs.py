@@ -73,6 +73,11 @@ def is_elastic() -> bool:
     return MEMBER in os.environ
 
 
+def present() -> int:
+    """Return the number of the present epoch, from 1 on; 0 in a job that is not elastic."""
+    return int(os.environ[EPOCH]) if is_elastic() and EPOCH in os.environ else 0
+
+
 def ask_name(member: int) -> str:
     """Return the name under which a member asks."""
     return f"elastic/ask/{member}"

@@ -19,9 +19,12 @@ import ringlet.job.session as runtime_module
 from ringlet.__main__ import main
 from ringlet.compressors import parse
 from ringlet.fusion import Request
+from ringlet.fusion.autotune import sample_log
+from ringlet.fusion.autotune.sample_log import Log
 from ringlet.fusion.extensions import ENGINE_THREAD
 from ringlet.fusion.observe import probe
 from ringlet.job.observation import start_timeline, stop_timeline, timeline_span
+from ringlet.metrics import switches
 from ringlet.metrics.prometheus import MOST, Prometheus, Server, serve
 from ringlet.observe import start_metrics, step_skipped
 from ringlet.report.charts import scale
@@ -57,6 +60,30 @@ def ranks(size, body):
             runtime_module.shutdown()
 
     return run_local(rank_main, size)
+
+
+def test_what_later_epochs_record_stands_behind_what_is_there(tmp_path, monkeypatch):
+    """Of an elastic job: each one switches on anew what the environment asks for."""
+    monkeypatch.setenv("RINGLET_METRICS", str(tmp_path / "run.jsonl"))
+    monkeypatch.setenv("RINGLET_TIMELINE", str(tmp_path / "t.json"))
+    log = str(tmp_path / "tune.csv")
+
+    def body(rank):
+        engine = runtime_module.current().engine
+        for _ in range(3):
+            engine.submit(Request("w", shape=(8,)), np.ones(8, np.float32)).wait(60)
+        Log(log).write(1, {"cycle_time": 0.001, "fusion_threshold": 4}, 1.0)
+
+    for epoch in (1, 2, 3):
+        for module in (switches, sample_log):
+            monkeypatch.setattr(module, "present", lambda epoch=epoch: epoch)
+        ranks(1, body)
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines].count("run") == 3
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"t.json", "t.epoch2.json", "t.epoch3.json"} < files
+    with open(log) as told:
+        assert [line.split(",")[0] for line in told] == ["sample", "1", "1", "1"]
 
 
 def test_the_environment_switches_everything_on(tmp_path, monkeypatch):
