@@ -13,6 +13,7 @@ from ringlet.ring.communicator import Communicator
 SMALL, LARGE = 1 << 10, 1 << 20  # float32 elements
 _TIMES = (5, 40)  # at least, and at most
 _SECONDS = 0.25  # for each size; a slow network takes longer
+_SLOW = (2, 1.0)  # times that do, once they took so many seconds together
 _MOST = 0.9  # of all measurements, this share is no longer than the upper bound
 
 
@@ -72,7 +73,9 @@ def _bounds(comm: Communicator, call: Callable[[], object]) -> tuple[float, floa
     own, everybody = np.zeros(1), np.zeros(comm.size)
     _timed(call)  # the first one may connect
     comm.barrier()
-    while len(times) < _TIMES[0] or (len(times) < _TIMES[1] and sum(times) < _SECONDS):
+    while (len(times) < _SLOW[0] or sum(times) < _SLOW[1]) and (
+        len(times) < _TIMES[0] or (len(times) < _TIMES[1] and sum(times) < _SECONDS)
+    ):
         own[0] = _timed(call)
         comm.allgather(own, everybody)  # all begin the next one together, and end after the same
         times.append(float(everybody.max()))

@@ -306,3 +306,16 @@ def test_other_programs_move_the_bound_and_not_the_least(monkeypatch):
     assert upper.latency_s == pytest.approx(3 * least.latency_s)
     assert upper.bytes_per_s == pytest.approx(least.bytes_per_s / 3)
     assert upper.copied_bytes_per_s == pytest.approx(least.copied_bytes_per_s / 3)
+
+
+def test_a_slow_network_is_not_measured_for_long(monkeypatch):
+    calls = []
+
+    def timed(call):
+        calls.append(call())
+        return 4.0
+
+    monkeypatch.setattr(probe, "_timed", timed)
+    networks = run_local(measure, 2)
+    assert networks[0] == networks[1]
+    assert len(calls) == 2 * 3 * 3  # ranks, sizes and copies, times with the first one
