@@ -94,7 +94,7 @@ class _Sent(NamedTuple):
 def kernels_for(members: Sequence[Member]) -> Batched | None:
     """Return the kernels for many tensors a call that all ``members`` have, in host memory."""
     first = members[0]
-    if first.place.ordered or len(members) < 2:
+    if first.place.ordered or len(members) < 2 or not first.encoded:
         return None
     if any(member.compressor != first.compressor for member in members):
         return None

@@ -165,7 +165,8 @@ class Member:
 
     def take(self, values: Array, output: Array, ready: Any = None) -> None:
         """Take this step's arrays of the whole tensor."""
-        self._give_back()
+        if self._narrow is not None:  # of a step that was given up
+            self._give_back()
         self.ready = ready
         if self.whole is None:
             self.input, self.output = values, output
@@ -175,7 +176,8 @@ class Member:
 
     def forget(self) -> None:
         """Give the step's arrays up, whose memory somebody else may want."""
-        self._give_back()
+        if self._narrow is not None:
+            self._give_back()
         self.input = self.output = _NOTHING
         self.ready = None
         if self.whole is not None:
@@ -362,9 +364,8 @@ class Member:
             self.workspace.back(wide)
 
     def _give_back(self) -> None:
-        if self._narrow is not None:
-            self.workspace.back(self.output)
-            self._narrow = None
+        self.workspace.back(self.output)
+        self._narrow = None
 
     def see(self) -> None:
         """Let the compressor see the combined result, which it may change."""
