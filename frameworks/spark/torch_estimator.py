@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -157,8 +158,8 @@ class TorchModel(RankModel):
     _predictor = staticmethod(_predictor)
 
     def get_model(self) -> Any:
-        """Return the torch model, with what it has learnt."""
-        return _loaded(self._job.model, self._state)
+        """Return a torch model of its own, with what was learnt."""
+        return _loaded(copy.deepcopy(self._job.model), self._state)
 
 
 class TorchEstimator(RankEstimator):
