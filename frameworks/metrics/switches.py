@@ -49,4 +49,5 @@ def switch_on(engine: Engine, topology: Topology, env: Mapping[str, str]) -> Non
     tensorboard = env.get("RINGLET_TENSORBOARD") or None
     every = read_whole("RINGLET_METRICS_EVERY", env.get("RINGLET_METRICS_EVERY") or "0")
     if path or prometheus or tensorboard:
-        start(engine, topology, path, (), prometheus, tensorboard, every, True, epoch > 1)
+        where = path, (), prometheus, tensorboard
+        start(engine, topology, *where, every, network=True, append=epoch > 1)
