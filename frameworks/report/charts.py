@@ -13,7 +13,7 @@ Format = Callable[[float], str]
 
 
 class ChartLine(NamedTuple):
-    """A line: a value for each step. ``style`` is a CSS class such as "compress"."""
+    """A line: a value for each step, NaN where none was measured. ``style`` is a CSS class."""
 
     name: str
     style: str
@@ -41,7 +41,7 @@ def lines(
     first step compiles) are cut off at the top, and the chart says so.
     """
     left, right, top, bottom = 64, 12, 14, 34
-    every = sorted(v for line in series for v in line.values)
+    every = sorted(v for line in series for v in line.values if not math.isnan(v)) or [0.0]
     most = 1.15 * every[min(len(every) - 1, int(0.98 * len(every)))]
     cut = every[-1] > most
     ticks = scale(most if cut else every[-1])
@@ -67,14 +67,15 @@ def lines(
             _text(x(at), height - 14, f"step {steps[at]}" if not at else str(steps[at]), anchor)
         )
     for line in series:
-        points = [((a + b) / 2, v) for a, b, v in binned(line.values)]
+        points = [((a + b) / 2, v) for a, b, v in binned(line.values) if not math.isnan(v)]
         path = "L".join(f"{x(i):.1f} {y(v):.1f}" for i, v in points)
         if len(points) == 1:
             (i, v), *_ = points
             parts.append(
                 f'<circle class="{line.style} fill" cx="{x(i):.1f}" cy="{y(v):.1f}" r="4"/>'
             )
-        parts.append(f'<path class="line {line.style}" d="M{path}"/>')
+        if points:
+            parts.append(f'<path class="line {line.style}" d="M{path}"/>')
     if cut:
         parts.append(_text(left + 10, top + 14, f"cut off; the highest is {shown(every[-1])}"))
     bins = [binned(line.values) for line in series]
@@ -82,7 +83,8 @@ def lines(
         start, stop = x(a - 0.5), x(b + 0.5)
         when = f"step {steps[a]}" if a == b else f"steps {steps[a]} to {steps[b]}, medians"
         told = [
-            f"{line.name}: {shown(found[k][2])}" for line, found in zip(series, bins, strict=True)
+            f"{line.name}: {'not measured' if math.isnan(value) else shown(value)}"
+            for line, value in zip(series, (found[k][2] for found in bins), strict=True)
         ]
         text = escape("\n".join([when, *told]))
         start, stop = max(left, start), min(width - right, stop)

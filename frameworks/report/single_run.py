@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from ringlet.report import charts
@@ -177,9 +178,9 @@ def _errors(run: GroupSummary) -> str:
         )
     by_name: dict[str, list[float]] = {name: [] for name in names}
     for record in sampled:
-        found = {layer["name"]: layer.get("relative_error", 0.0) for layer in record["layers"]}
+        found = {layer["name"]: layer.get("relative_error", math.nan) for layer in record["layers"]}
         for name in names:
-            by_name[name].append(100 * found.get(name, 0.0))
+            by_name[name].append(100 * found.get(name, math.nan))
     series = [charts.ChartLine(name, f"series{i}", by_name[name]) for i, name in enumerate(names)]
     return _figure(
         "What compression loses",

@@ -358,13 +358,14 @@ def _short(value: float) -> str:
 
 
 def binned(values: Sequence[float], most: int = 240) -> list[tuple[int, int, float]]:
-    """Return (first, last, median) of at most ``most`` equal stretches of ``values``."""
+    """Return (first, last, median) of at most ``most`` equal stretches of ``values``.
+
+    A NaN is a value that was not measured; the median of NaNs alone is NaN.
+    """
     width = max(1, -(-len(values) // most))
-    return [
-        (
-            start,
-            min(start + width, len(values)) - 1,
-            statistics.median(values[start : start + width]),
-        )
-        for start in range(0, len(values), width)
-    ]
+    found = []
+    for start in range(0, len(values), width):
+        measured = [v for v in values[start : start + width] if not math.isnan(v)]
+        median = statistics.median(measured) if measured else math.nan
+        found.append((start, min(start + width, len(values)) - 1, median))
+    return found

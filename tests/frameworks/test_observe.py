@@ -484,6 +484,29 @@ def test_a_report_shows_every_optimizer_and_what_is_sent_one_by_one(tmp_path, ca
     assert out.startswith("Nothing was compressed")
 
 
+def test_an_error_that_was_not_measured_is_no_zero(tmp_path, capsys):
+    """A layer that one sample lacks has no point there, and hovering says so."""
+    path = recorded(tmp_path / "run.jsonl", [0.1] * 3, spec="int8 | ef")
+    sizes = {"raw_bytes": 4000.0, "wire_bytes": 1000.0}
+    layer = {"compressor": "int8", "collective": "allgather", "elements": 1000} | sizes
+    with path.open("a") as out:
+        for step, measured in enumerate(("w", "wb", "b")):
+            layers = [
+                layer | {"name": name} | ({"relative_error": 0.25} if name in measured else {})
+                for name in "wb"
+            ]
+            out.write(json.dumps({"kind": "layers", "group": "g", "step": step, "layers": layers}))
+            out.write("\n")
+    code, _, err = report(path, capsys=capsys)
+    assert (code, err) == (0, "")
+    text = path.with_suffix(".html").read_text()
+    assert "What compression loses" in text
+    assert "step 2\nb: 25 %" in text
+    assert "step 0\nb: not measured" in text
+    assert "b: 0 %" not in text
+    assert "nan" not in text
+
+
 def test_what_runs_once_belongs_to_no_step(tmp_path, capsys):
     """The numbers of steps are the same without it; it has a place of its own."""
     path = recorded(tmp_path / "run.jsonl", [0.1] * 60, spec="int8 | ef")
