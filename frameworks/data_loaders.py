@@ -56,14 +56,19 @@ class AsyncDataLoaderMixin:
             self._pass = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Hand out the batches of one pass; one that was left early ends when the next begins."""
+        """Hand out the batches of one pass; the thread of one that is left early ends."""
         self.close_async_loader()
         batches: Iterator[Any] = self._iterate()  # type: ignore[attr-defined]
+        ahead = None
         if self.async_loader_queue_size:
-            self._pass = _Pass(batches, self.async_loader_queue_size)
-            batches = iter(self._pass)
-        for batch in batches:
-            yield self._process_batch(batch)  # type: ignore[attr-defined]
+            self._pass = ahead = _Pass(batches, self.async_loader_queue_size)
+            batches = iter(ahead)
+        try:
+            for batch in batches:
+                yield self._process_batch(batch)  # type: ignore[attr-defined]
+        finally:
+            if ahead is not None:
+                ahead.end()  # whoever leaves a loop need not wait for the batch that is being made
 
 
 class _Pass:
@@ -108,6 +113,9 @@ class _Pass:
                 raise item.error
             yield item
 
-    def close(self) -> None:
+    def end(self) -> None:
         self._over.set()
+
+    def close(self) -> None:
+        self.end()
         self._thread.join()

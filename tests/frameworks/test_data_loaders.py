@@ -62,6 +62,16 @@ def test_a_pass_that_was_left_early_does_not_leak_into_the_next():
     assert list(loader) == [10 * number for number in range(8)]
 
 
+def test_the_thread_of_a_pass_that_is_left_early_ends():
+    loader = Ahead(2, 100)
+    for batch in loader:
+        if batch == 20:
+            break
+    for thread in running():
+        thread.join(60)
+    assert running() == []
+
+
 def test_an_exception_arrives_where_its_batch_would_have():
     loader, seen = Ahead(4, 8, fail_at=3), []
     with pytest.raises(ValueError, match="no more"):
