@@ -354,7 +354,8 @@ class Worker:
         track = bucket.among(owner.peers).next_track()
         steps = bucket.exchange(track, verdict.sizes, self.recorder, verdict.epoch)
         done = partial(self._exchanged, owner, verdict.bucket, verdict.epoch)
-        self._exchanges.launch(steps, bucket.trace, track, sum(verdict.sizes), done)
+        nbytes = bucket.bytes_of(verdict.sizes)
+        self._exchanges.launch(steps, bucket.trace, track, nbytes, done)
 
     def _exchanged(self, owner: BucketOwner, index: int, epoch: int) -> None:
         bucket = owner.buckets[index]

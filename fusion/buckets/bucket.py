@@ -200,6 +200,10 @@ class Bucket(ABC):
         for member in self.members:
             member.count()
 
+    def bytes_of(self, sizes: Sequence[int]) -> int:
+        """Return how many bytes ranks bring that have voted with ``sizes``."""
+        return sum(sizes)
+
     def _compare(self, track: Track, sizes: Sequence[int]) -> None:
         """Raise ExchangeFailed, on all ranks, where payloads of one fixed size differ in it."""
         if not self.even or sizes.count(sizes[0]) == len(sizes):

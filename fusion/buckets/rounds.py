@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Generator, Sequence
 from functools import partial
 
 import numpy as np
 
 from ringlet.compressors import Compressor, CompressorError, Exchange, Modifier, Round
+from ringlet.compressors.base.nesting import is_plugin
 from ringlet.fusion.buckets.bucket import Bucket
 from ringlet.fusion.codecs.small_exchanges import SmallExchanges
 from ringlet.fusion.devices.convert import from_float32
 from ringlet.fusion.devices.fusion_buffers import Lease
 from ringlet.fusion.peers import LANES, Track
-from ringlet.fusion.planning.member import Member
+from ringlet.fusion.planning.member import Member, named
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.dtypes import Array
+from ringlet.ring.errors import ExchangeFailed
 from ringlet.ring.pipeline import Steps, Wire
 
 log = logging.getLogger("ringlet")
@@ -33,6 +36,8 @@ log = logging.getLogger("ringlet")
 _WIRE = ("int8", "int16", "int32", "int64", "float32")
 _LANES_A_ROUND = 2
 _WIDER = {"int16": "int32"}  # where the transport, like NCCL, does not add these
+_BYTES = 40  # bits of a vote's size that are bytes; those above tell plugins' rounds apart
+_MOST = (1 << _BYTES) - 1
 
 
 class RoundsBucket(Bucket):
@@ -48,6 +53,7 @@ class RoundsBucket(Bucket):
         self._small = SmallExchanges.of(self.members)
         self._error: Exception | None = None
         self._one_vote = self._fits_one_exchange()
+        self._plugins = any(is_plugin(member.compressor) for member in self.members)
 
     @property
     def final(self) -> bool:
@@ -81,7 +87,37 @@ class RoundsBucket(Bucket):
         self._fill()
         if not self._under_way:
             return 0  # the last vote: nothing moves any more
-        return max(1, sum(buffer.nbytes for buffer in self._buffers.values()))
+        nbytes = max(1, sum(buffer.nbytes for buffer in self._buffers.values()))
+        return nbytes | self._form() << _BYTES if self._plugins else nbytes
+
+    def bytes_of(self, sizes: Sequence[int]) -> int:
+        """Return how many bytes ranks bring that have voted with ``sizes``."""
+        return sum(size & _MOST for size in sizes)
+
+    def _form(self) -> int:
+        """Return bits of what members yield: other operations must not meet in a collective."""
+        small = self._small
+        together = [] if small is None else [small.key, *small.lengths]
+        return zlib.crc32(repr([together, self._yielded()]).encode()) >> 8
+
+    def _yielded(self) -> list[tuple[int, str, str, int]]:
+        """Return who yields what: member, operation, dtype and number of values."""
+        found = ((i, self._rounds.get(member)) for i, member in enumerate(self.members))
+        return [(i, r.op, r.values.dtype.name, r.values.size) for i, r in found if r is not None]
+
+    def _compare(self, track: Track, sizes: Sequence[int]) -> None:
+        """Raise ExchangeFailed, on all ranks, where their members yield different rounds."""
+        nbytes = [size & _MOST for size in sizes]
+        if nbytes.count(nbytes[0]) == len(sizes) and sizes.count(sizes[0]) != len(sizes):
+            witness = next(rank for rank, size in enumerate(sizes) if size != sizes[0])
+            told = ", ".join(f"{op} of {n} {dtype}" for _, op, dtype, n in self._yielded()[:3])
+            raise ExchangeFailed(
+                f"compressor {str(self.members[0].compressor)!r} yields {told} for "
+                f"{named(self.members)}, and other rounds of as many bytes on rank "
+                f"{track.ranks[0]}; operations, dtypes and lengths have to be alike on all ranks",
+                witness,
+            )
+        super()._compare(track, nbytes)
 
     def _fill(self) -> None:
         """Copy what the members have yielded into buffers, in the order of the members."""

@@ -100,7 +100,9 @@ def faults(monkeypatch):
         def exchange(self, x, out, ctx, local=None):
             middle = x.size // 2
             faults.come("compress", ctx)
-            first = yield Round(x[:middle])
+            if faults.come("dtype", ctx):
+                yield Round(np.ones(middle, np.int32), "sum")
+            first = yield Round(x[:middle], "max" if faults.come("operation", ctx) else "mean")
             out[:middle] = first
             faults.come("between", ctx)
             wrong = faults.come("length", ctx)
@@ -251,6 +253,20 @@ def test_rounds_of_different_lengths_are_told_to_all_before_anything_moves(fault
     assert "rounds" in text
     assert f"{4 * (N - N // 2)} bytes" in text
     assert f"{4 * (N - N // 2 - 1)} bytes" in text
+
+
+@pytest.mark.parametrize(
+    ("what", "told"), [("operation", "max of 1500 float32"), ("dtype", "sum of 1500 int32")]
+)
+@pytest.mark.parametrize("declared", [True, False])
+def test_rounds_of_different_kinds_are_told_to_all_before_anything_moves(
+    faults, what, told, declared
+):
+    """They would wait for each other in different collectives, or add up what are no numbers."""
+    text = told_by_all(faults, ["rounds"], what, 1, "other", declared)
+    assert "rank 1" in text
+    assert f"compressor 'rounds' yields {told} for tensor 'w0' [{N}]" in text
+    assert "other rounds of as many bytes on rank 0" in text
 
 
 @pytest.mark.parametrize("spec", ["summed", "scattered"])
