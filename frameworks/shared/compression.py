@@ -46,10 +46,20 @@ class NoneCompressor(Compressor):
         return tensor
 
 
+def _stands_for(cls: type) -> RingletCompressor | None:
+    """Return the spec of one of Horovod's compressors; None where a class casts in its own way."""
+    for base in cls.__mro__:
+        if "spec" in vars(base):
+            return base.spec if issubclass(base, Compressor) else None
+        if "compress" in vars(base) or "decompress" in vars(base):
+            break
+    return None
+
+
 def legacy(compression: Any) -> type[Compressor] | None:
     """Return a compressor of Horovod's kind that stands for no spec; None for anything else."""
     cls = compression if isinstance(compression, type) else type(compression)
-    if issubclass(cls, RingletCompressor) or getattr(cls, "spec", None) is not None:
+    if issubclass(cls, RingletCompressor) or _stands_for(cls) is not None:
         return None
     both = callable(getattr(cls, "compress", None)) and callable(getattr(cls, "decompress", None))
     return compression if both else None
@@ -81,8 +91,8 @@ def as_router(compression: Spec | Routes | Any) -> Router:
 
 def _translated(compression: Any) -> Any:
     cls = compression if isinstance(compression, type) else type(compression)
-    if issubclass(cls, Compressor) and cls.spec is not None:
-        return cls.spec
+    if (spec := _stands_for(cls)) is not None:
+        return spec
     if legacy(compression) is not None:
         raise TypeError(
             f"{cls.__name__} is one of Horovod's compressors, which see a tensor's sum only; here "

@@ -42,6 +42,11 @@ DAMAGED = (
     "reduced, so that replicas may differ; restore the last checkpoint"
 )
 
+FEWER = (
+    "; if a rank has had fewer batches than others, give all ranks as many, or call hvd.join() "
+    "after the loop"
+)
+
 
 @dataclass
 class _Ballot:
@@ -225,6 +230,7 @@ class BucketVotes:
                 at = peers.number, number, ballot.epoch, ballot.turn
                 asked = sorted({rank for votes in ballot.votes.values() for rank in votes})
                 text = f"{why} while {self._in_words(number)} was waiting on {named_ranks(asked)}"
+                text += FEWER if gone else ""
                 told += self.fail(peers, m.Failure(*at, "gone", text), gone)
             if ballot.peers is peers and retire:
                 del self._of[number]

@@ -490,9 +490,29 @@ def case_horovod_compressors():
             return tensor / 2
 
     assert hvd.allreduce(torch.ones(3), compression=Twice).tolist() == [1.0] * 3
+
+    class Scaled(hvd.Compression.fp16):
+        """Casts in its own way: what it is derived from stands for a spec, it does not."""
+
+        @staticmethod
+        def compress(tensor):
+            return (tensor * 2**20).half(), tensor.dtype
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            return tensor.to(ctx) / 2**20
+
+    class Renamed(hvd.Compression.fp16):
+        pass
+
+    tiny = torch.full((3,), 2.0**-33)  # half of what float16 can tell from zero, and less
+    mean = hvd.allreduce(tiny, compression=Scaled)
+    torch.testing.assert_close(mean, tiny, rtol=1e-3, atol=0.0)
+    assert hvd.allreduce(tiny, compression=Renamed).tolist() == [0.0] * 3
     p = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(TypeError, match="one of Horovod's compressors"):
-        hvd.DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], compression=Twice)
+    for own in (Twice, Scaled):
+        with pytest.raises(TypeError, match="one of Horovod's compressors"):
+            hvd.DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], compression=own)
 
 
 def case_build_queries():

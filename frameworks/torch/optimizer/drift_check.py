@@ -92,7 +92,11 @@ def _warn(odd: str, step: int) -> None:
             "the number of steps that compressors have seen, as after loading on one rank, differs"
         )
         call = "optimizer_state(optimizer"
-    when, then = f"after {step} steps", "after what changes it on one rank alone"
+    when = f"after {step} steps"
+    then = (
+        "after what changes it on one rank alone. Where a gradient is changed before "
+        "synchronize() by way of .grad.data, or of a NumPy view, change .grad itself behind it"
+    )
     if step == 1:
         when, then = "since the first step", "before training"
     warnings.warn(

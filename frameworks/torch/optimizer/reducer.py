@@ -42,8 +42,9 @@ from ringlet.torch.tensors.views import check, dtype_of
 
 _CLIP = (
     "clip it between optimizer.synchronize() and optimizer.step(), the latter inside "
-    "optimizer.skip_synchronize(). Where a library clips, such as a Trainer with max_grad_norm, "
-    "let DistributedDataParallel reduce, with hvd.ddp_hook"
+    "optimizer.skip_synchronize(). A GradScaler waits only where it is enabled. Where a library "
+    "clips, such as a Trainer with max_grad_norm, let DistributedDataParallel reduce, with "
+    "hvd.ddp_hook"
 )
 NO_COPY = (
     "a DistributedOptimizer cannot be copied or pickled: it is tied to this process's parameters "

@@ -258,8 +258,9 @@ class _Distributed:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; RuntimeError while they are being reduced."""
         self._ringlet.refuse_in_flight(
-            "Call it after step(), or synchronize() first; after an exception in backward(), "
-            "abandon_step() gives the step up on all ranks"
+            "Call it after step(), this optimizer's and not that of what it wraps, or "
+            "synchronize() first; after an exception in backward(), abandon_step() gives the step "
+            "up on all ranks"
         )
         self._ringlet_implied = self._ringlet_synchronized = False
         self._ringlet.forget_passes()
