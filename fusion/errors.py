@@ -10,6 +10,7 @@ from traceback import walk_tb
 from typing import Self
 
 from ringlet.compressors import Compressor, CompressorError
+from ringlet.compressors.base.nesting import overrides
 from ringlet.compressors.core.errors import more_of
 from ringlet.ring.errors import MORE_THREADS, PeerLost, RingError, lacks_threads
 
@@ -59,6 +60,8 @@ class LostElsewhere(Exception):
 
 # By our functions that look at what a plugin returned: what of it that was.
 _CALLED = {"check_payload": "compress", "check_round": "exchange", "check_generator": "exchange"}
+# By methods that compressors inherit: what of theirs these call.
+_WRITTEN = {"sum_into": "decompress", "encode_into": "compress"}
 
 
 class CompressionFailed(RingError):
@@ -76,6 +79,8 @@ class CompressionFailed(RingError):
         own = isinstance(error, CompressorError)
         reason = str(error) if own else in_words(error) + more_of(error)
         called = _CALLED.get(function.__name__, function.__name__)
+        if called in _WRITTEN and not overrides(compressor, called):
+            called = _WRITTEN[called]
         return cls(f"compressor {str(compressor)!r} failed in {called} of {what}: {reason}")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ringlet.compressors import Payload, PayloadError
+from ringlet.compressors import Context, Payload, PayloadError
 from ringlet.compressors.base.contract import storage
 from ringlet.compressors.core.payload import (
     PREFIX,
@@ -25,6 +25,7 @@ from ringlet.compressors.core.payload import (
 from ringlet.fusion.codecs.small_members import SmallMembers
 from ringlet.fusion.codecs.varying_members import VaryingMembers
 from ringlet.fusion.devices.convert import from_float32
+from ringlet.fusion.errors import CompressionFailed
 from ringlet.fusion.planning.member import Member
 from ringlet.ring.dtypes import Array
 
@@ -180,9 +181,16 @@ class BucketCodec:
             total = member.workspace.array("sum", n)
         if n == 0:
             return total
-        compressor = member.compressor
         context = member.context(part, self.parts)
-        member.decode(compressor.sum_into, payloads, total, context)
+        try:
+            member.decode(member.compressor.sum_into, payloads, total, context)
+        except CompressionFailed as error:
+            sender = _sender(member, payloads, n, context)
+            if sender is None or len(payloads) != member.size:
+                raise
+            among = " of its process set" if member.request.process_set else ""
+            told = f"{error}. Only what rank {sender}{among} has sent cannot be decoded"
+            raise CompressionFailed(told) from error.__cause__
         return total
 
     def _lay_out(self, part: int) -> list[int]:
@@ -277,3 +285,15 @@ class BucketCodec:
             payloads.append(deserialise(buffer[start : start + length]))
             start += length
         return payloads
+
+
+def _sender(member: Member, payloads: Sequence[Payload], n: int, context: Context) -> int | None:
+    """Return which of ``payloads`` alone cannot be decoded; None where that is not just one."""
+    bad = []
+    for i, payload in enumerate(payloads):
+        out = member.workspace.array("alone", n)
+        try:
+            member.decode(member.compressor.decompress, payload, out, context)
+        except CompressionFailed:
+            bad.append(i)
+    return bad[0] if len(bad) == 1 < len(payloads) else None

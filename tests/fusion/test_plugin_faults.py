@@ -243,8 +243,33 @@ def test_a_decoder_that_writes_nothing_is_noticed(faults, spec):
 @pytest.mark.parametrize("spec", ["scattered", "summed"])
 def test_a_payload_of_another_dtype_than_the_layout_says(faults, spec):
     text = told_by_all(faults, [spec], "compress", 1, "wide")
-    assert text.startswith(f"rank 1: compressor '{spec}' failed in encode_into of tensor 'w0'")
+    assert text.startswith(f"rank 1: compressor '{spec}' failed in compress of tensor 'w0'")
     assert "its layout says float32" in text
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_who_has_sent_what_cannot_be_decoded_is_named(monkeypatch, declared):
+    """Whoever decodes first finds it, and is not to blame."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+    @register("shortened")
+    class Shortened(Compressor):
+        def compress(self, x, ctx):
+            return {"values": x[: x.size - (ctx.rank == 1)].copy()}
+
+        def decompress(self, payload, out, ctx):
+            out[:] = payload["values"]
+
+    def body(engine):
+        step, _ = stepper(engine, ["shortened", "shortened | min_size(elements=1)"], declared)
+        with pytest.raises(CompressionFailed) as caught:
+            step(np.ones(N, np.float32))
+        sync(engine)
+        return str(caught.value)
+
+    (text,) = set(with_engines(SIZE, body))
+    assert "compressor 'shortened' failed in decompress of tensor 'w0' [3000]: ValueError: " in text
+    assert text.endswith("Only what rank 1 has sent cannot be decoded")
 
 
 def test_rounds_of_different_lengths_are_told_to_all_before_anything_moves(faults):
