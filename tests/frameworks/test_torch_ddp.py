@@ -7,6 +7,8 @@ import hashlib
 import io
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -971,3 +973,28 @@ CASES = [value for name, value in list(globals().items()) if name.startswith("ca
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
 def test_ddp(run_case, case):
     run_case(case, "gloo", 2)
+
+
+LACKING = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ringlet.torch as hvd
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(64, 10))
+if dist.get_rank() == 0:
+    model.register_comm_hook(*hvd.ddp_hook("int8 | ef"))
+model(torch.randn(8, 64)).sum().backward()
+"""
+
+
+def test_a_hook_that_one_rank_lacks_ends_the_job_where_stalls_do(tmp_path):
+    (tmp_path / "lacking.py").write_text(LACKING)
+    command = [sys.executable, "-m", "ringlet", "run", "-np", "2", sys.executable, "lacking.py"]
+    env = os.environ | {"RINGLET_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 1, done.stderr
+    assert "rank 0 has waited 2 s in hvd.ddp_hook() for the other 1 rank(s)" in done.stderr
+    assert "RINGLET_STALL_SHUTDOWN_TIME_SECONDS ends such a wait" in done.stderr

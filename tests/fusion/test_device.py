@@ -313,9 +313,7 @@ def test_a_compressor_that_fails_on_its_hosts_sum_fails_the_step_on_all_ranks(br
     found = on_ranks(4, body, hosts="aabb")
     assert [results for _, results in found] == [[{1.0}, {1.0}]] * 4
     (text,) = {text for text, _ in found}
-    assert text.startswith(
-        "rank 2: compressor 'brittle' failed in compress of tensor '0.brittle"
-    )
+    assert text.startswith("rank 2: compressor 'brittle' failed in compress of tensor '0.brittle")
     assert "lost my keys" in text
 
 

@@ -9,6 +9,7 @@ import atexit
 import gc
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringlet.fusion.negotiation.validation import named_ranks
 from ringlet.job.session import Runtime, current, init, is_initialized
 from ringlet.job.settings import limits_from, wishes_from
+from ringlet.ring.process_owner import is_lent
 from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.torch.elastic.epoch_group import EpochGroup
 
@@ -97,18 +99,37 @@ def _ranks(group: Any) -> list[int]:
 
 @contextmanager
 def watched(group: Any, where: str) -> Iterator[None]:
-    """Warn when ranks of ``group`` have not come for long: torch's own time-out is half an hour."""
-    seconds = limits_from(os.environ).stall_warning
-    text = (
-        f"rank {dist.get_rank()} has waited {seconds:g} s {where} for the other "
-        f"{dist.get_world_size(group) - 1} rank(s) of its process group: all of them have to call "
-        "it. One that does not call it waits for these in its first step"
-    )
-    timer = threading.Timer(seconds, log.warning, (text,))
-    timer.daemon = True
-    if seconds > 0:
-        timer.start()
+    """Warn when ranks of ``group`` have not come for long: torch's own time-out is half an hour.
+
+    End this process where the stall inspector would: nothing interrupts a collective of torch's.
+    """
+    limits = limits_from(os.environ)
+    others = f"the other {dist.get_world_size(group) - 1} rank(s) of its process group"
+
+    def told(seconds: float) -> str:
+        return (
+            f"rank {dist.get_rank()} has waited {seconds:g} s {where} for {others}: all of them "
+            "have to call it. One that does not call it waits for these in its first step"
+        )
+
+    timers = []
+    for seconds, act in ((limits.stall_warning, log.warning), (limits.stall_shutdown, _end)):
+        if seconds > 0:
+            timers.append(threading.Timer(seconds, act, (told(seconds),)))
+            timers[-1].daemon = True
+            timers[-1].start()
     try:
         yield
     finally:
-        timer.cancel()
+        for timer in timers:
+            timer.cancel()
+
+
+def _end(why: str) -> None:
+    if is_lent():
+        log.error("%s: end this worker", why)
+        return
+    variable = "RINGLET_STALL_SHUTDOWN_TIME_SECONDS"
+    print(f"ringlet: {why}; {variable} ends such a wait, so this rank ends", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)  # as the cause: the other ranks find that it is gone
