@@ -18,6 +18,7 @@ from ringlet.compressors.base.contract import Compressor, Payload, Traits, keeps
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.base.norms import shrinking
 from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remembered
 from ringlet.compressors.dense.none import NoCompression
@@ -45,9 +46,17 @@ class MomentumCorrection(Modifier):
     masking: bool = option(True, doc="forget the momentum of what was sent")
 
     def validate(self) -> None:
-        """Refuse a second memory, and what has no payload to decode again."""
-        if self.is_bound():
-            self.refuse_second_memory()
+        """Refuse a second memory, what has no payload to decode again, and units that change."""
+        if not self.is_bound():
+            return
+        self.refuse_second_memory()
+        over_steps = self.wrapped_compressor.over_steps()
+        if len({each.traits().predivide for each in over_steps}) > 1:
+            raise CompressorError(
+                f"{self.inner} divides gradients by the number of ranks in some of its steps, and "
+                "momentum goes on from one step to the next: put the schedule behind it, as in "
+                "'fp16 | momentum_correction | warmup(dense=2)'"
+            )
 
     def traits(self) -> Traits:
         """Return the wrapped traits; a norm to clip at is that of the whole tensor."""
