@@ -190,6 +190,7 @@ class Server(ThreadingMixIn, WSGIServer):
 def serve(where: str | int, rank: int, machine_rank: int) -> Prometheus:
     """Serve metrics at ``where``, "[host:]port", unless it is 0 plus the rank on this machine.
 
+    Port 0 stands for any that is free, which the log tells.
     Raises ValueError when ``where`` makes no sense, OSError when the port cannot be had.
     """
     host, port = read_port("prometheus", str(where))
@@ -200,7 +201,7 @@ def serve(where: str | int, rank: int, machine_rank: int) -> Prometheus:
         )
     sink, host = Prometheus(rank), host or "127.0.0.1"
     try:
-        sink.listen(host, number)
+        found = sink.listen(host, number)
     except (OSError, UnicodeError) as error:  # which a name with an empty part is to the resolver
         unknown = isinstance(error, socket.gaierror | UnicodeError)
         raise OSError(
@@ -208,6 +209,8 @@ def serve(where: str | int, rank: int, machine_rank: int) -> Prometheus:
             f"{getattr(error, 'strerror', None) or error}; let RINGLET_PROMETHEUS, or prometheus=, "
             f"name {'an address of this host' if unknown else 'another port'}"
         ) from error
+    if not number:
+        log.warning("rank %d serves metrics for Prometheus on port %d of %s", rank, found, host)
     return sink
 
 

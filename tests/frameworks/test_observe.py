@@ -223,7 +223,7 @@ def test_timelines_and_metrics_by_call(tmp_path):
     assert "backward" in (tmp_path / "t.json").read_text()
 
 
-def test_prometheus_serves_what_was_counted():
+def test_prometheus_serves_what_was_counted(caplog):
     pytest.importorskip("prometheus_client")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -243,6 +243,9 @@ def test_prometheus_serves_what_was_counted():
         while recording._dispatcher._queue:
             pass
         port = sink._server.server_port
+        assert (
+            f"rank {rank} serves metrics for Prometheus on port {port} of 127.0.0.1" in caplog.text
+        )
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             text = page.read().decode()
         recording.stop()

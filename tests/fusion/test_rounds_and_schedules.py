@@ -626,9 +626,7 @@ def test_momentum_is_in_units_of_the_cast_that_it_stands_before():
 
 def test_momentum_over_a_cast_that_comes_and_goes_is_refused():
     """Its units would change with the steps."""
-    with pytest.raises(
-        CompressorError, match="put the schedule behind it, as in 'fp16"
-    ):
+    with pytest.raises(CompressorError, match="put the schedule behind it, as in 'fp16"):
         parse("fp16 | warmup(dense=2) | momentum_correction")
     for spec in ("topk | warmup(dense=2)", "topk | fp16 | warmup(dense=2)", "fp16"):
         parse(f"{spec} | momentum_correction")
