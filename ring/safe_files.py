@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -49,6 +49,35 @@ def create(path: str | os.PathLike[str], append: bool = False) -> int:
             else:
                 os.ftruncate(descriptor, 0)
         os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_own(path: str | os.PathLike[str], owners: Container[int] | None = None) -> int:
+    """Return a descriptor of the file ``path``, to read from, that leads nowhere else.
+
+    Raises OSError, telling why, where ``path`` is a link, symbolic or one of several names of a
+    file, no file, such as a pipe, or of a user who is none of ``owners`` (None: anybody's).
+    """
+    where = os.fspath(path)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(where, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            text = "is a symbolic link, and not read through"
+            raise OSError(errno.ELOOP, text, where) from None
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is no file, and not read", where)
+        if found.st_nlink > 1:
+            raise OSError(errno.EMLINK, "is a file of several names, and not read", where)
+        if owners is not None and found.st_uid not in owners:
+            raise OSError(errno.EACCES, "belongs to another user, and is not read", where)
     except BaseException:
         os.close(descriptor)
         raise

@@ -6,12 +6,14 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ringlet.ring.safe_files import replacing
 
 Event = dict[str, Any]
+Part = Path | BinaryIO  # one rank's file: its name, or the file itself, open to be read
 
 # Of a timeline, merged or a part, and of Horovod's.
 BEGINNINGS = b'{"displayTimeUnit"', b'{"traceEvents"', b"[\n{"
@@ -34,21 +36,21 @@ def rank_files(path: Path) -> list[Path]:
     return [each for _, each in sorted((int(m[1]), each) for m, each in found if m is not None)]
 
 
-def merge(path: Path, parts: Sequence[Path]) -> dict[str, Any]:
+def merge(path: Path, parts: Sequence[Part]) -> dict[str, Any]:
     """Write the events of ``parts`` to ``path``, by rank 0's clock; return what was found.
 
     Takes parts that end in the middle, as a crash leaves them. Time begins with the first event.
     """
-    clocks = {part: _clock(part) for part in parts}
-    begins = [_first(part, clocks[part]) for part in parts]
+    clocks = [_clock(part) for part in parts]
+    begins = [_first(part, clock) for part, clock in zip(parts, clocks, strict=True)]
     origin = min((at for at in begins if at is not None), default=0.0)
     said: dict[str, Any] = {"ranks": len(parts), "events": 0, "clock_offsets_us": {}}
     with replacing(path) as file, io.TextIOWrapper(file, encoding="utf-8") as out:
         out.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for part in parts:
+        for part, clock in zip(parts, clocks, strict=True):
             for event in read(part):
                 if "ts" in event:
-                    event["ts"] = round(_aligned(event["ts"], clocks[part]) - origin, 3)
+                    event["ts"] = round(_aligned(event["ts"], clock) - origin, 3)
                 if event.get("name") == CLOCK:
                     pid, found = str(event.get("pid")), event["args"]
                     said["clock_offsets_us"].setdefault(pid, []).append(found["offset_us"])
@@ -60,11 +62,13 @@ def merge(path: Path, parts: Sequence[Path]) -> dict[str, Any]:
     return said
 
 
-def read(part: Path) -> Iterator[Event]:
-    """Yield the events of one rank's file, as far as they are whole."""
-    with part.open(encoding="utf-8", errors="replace") as lines:
+def read(part: Part) -> Iterator[Event]:
+    """Yield the events of one rank's file, as far as they are whole; from its beginning."""
+    with part.open("rb") if isinstance(part, Path) else nullcontext(part) as lines:
+        if not isinstance(part, Path):
+            part.seek(0)
         for line in lines:
-            text = line.strip().rstrip(",")
+            text = line.decode(errors="replace").strip().rstrip(",")
             if text in ("", "[", "]"):
                 continue
             try:
@@ -86,7 +90,7 @@ def _is_whole(event: Event) -> bool:
     return all(type(n) in (int, float) and abs(n) < _MOST for n in numbers)
 
 
-def _clock(part: Path) -> list[tuple[float, float]]:
+def _clock(part: Part) -> list[tuple[float, float]]:
     """Return (time, offset) where it was measured, in microseconds."""
     return [
         (float(event["ts"]), float(event["args"]["offset_us"]))
@@ -95,7 +99,7 @@ def _clock(part: Path) -> list[tuple[float, float]]:
     ]
 
 
-def _first(part: Path, clock: list[tuple[float, float]]) -> float | None:
+def _first(part: Part, clock: list[tuple[float, float]]) -> float | None:
     times = [event["ts"] for event in read(part) if "ts" in event]
     return _aligned(min(times), clock) if times else None
 

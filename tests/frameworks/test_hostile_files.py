@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringlet.cli import draw_report
+from ringlet.cli import draw_report, merge_timeline
 from ringlet.fusion.autotune.sample_log import Log
 from ringlet.fusion.observe.merge import merge, rank_file, rank_files
 from ringlet.fusion.observe.sinks import JsonLines
@@ -207,6 +207,21 @@ def test_a_merged_timeline_replaces_a_link_and_follows_none(tmp_path):
     assert target.read_text() == "precious"
     assert [e["name"] for e in json.loads(path.read_text())["traceEvents"]] == ["x"]
     assert not path.is_symlink()
+
+
+def test_a_part_that_has_become_a_link_is_read_where_it_is_named_only(
+    tmp_path, monkeypatch, capsys
+):
+    path, secret = tmp_path / "t.json", tmp_path / "secret"
+    secret.write_text('{"name": "secret", "ts": 1}\n')
+    part = rank_file(path, 0)
+    part.symlink_to(secret)
+    monkeypatch.setattr(merge_timeline, "rank_files", lambda path: [part])  # as if found before
+    assert merge_timeline.main(SimpleNamespace(path=path, parts=[])) == 2
+    assert "is a symbolic link, and not read through" in capsys.readouterr().err
+    assert not path.exists()
+    assert merge_timeline.main(SimpleNamespace(path=path, parts=[part])) == 0
+    assert "secret" in path.read_text()
 
 
 def test_compressor_states_are_not_written_through_a_link(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from ringlet.ring.safe_files import (
     create_text,
     make_folder,
     on_the_way,
+    open_own,
     planted_in,
     replacing,
 )
@@ -113,6 +114,25 @@ def test_no_folder_is_made_in_a_strangers_where_all_may_write(tmp_path, link):
     for fine in (shared / "mine" / "rank0", own / "rank0", own / "rank0"):
         make_folder(fine)
         assert fine.is_dir()
+
+
+def test_what_leads_elsewhere_is_not_read(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("text")
+    with os.fdopen(open_own(path, {os.geteuid()})) as file:
+        assert file.read() == "text"
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        open_own(path, {os.geteuid() + 1})
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="is a symbolic link"):
+        open_own(tmp_path / "link")
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match="is no file, and not read"):
+            open_own(other)
+    os.link(path, tmp_path / "another")
+    with pytest.raises(OSError, match="is a file of several names"):
+        open_own(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
