@@ -116,6 +116,50 @@ def test_no_folder_is_made_in_a_strangers_where_all_may_write(tmp_path, link):
         assert fine.is_dir()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("below", ["", "inside"])
+def test_no_file_is_made_behind_a_strangers_folder_where_all_may_write(tmp_path, link, below):
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    for each in (shared, own / "inside"):
+        each.mkdir(parents=True)
+    shared.chmod(0o1777)  # as /tmp is
+    planted = shared / "runs"
+    if link:
+        planted.symlink_to(own)
+    else:
+        (planted / "inside").mkdir(parents=True)
+    os.chown(planted, 65534, 65534, follow_symlinks=False)
+    path = planted / below / "a"
+    with pytest.raises(OSError, match="belongs to another user") as caught:
+        create(path)
+    assert caught.value.filename == str(planted)
+    with pytest.raises(OSError, match="belongs to another user"), replacing(path):
+        pass
+    assert not [*(planted / below).glob("a*")]
+    (shared / "mine").symlink_to(own)  # a link of one's own, to a folder of one's own
+    write(shared / "mine" / below / "a")
+    with replacing(own / below / "a"):
+        pass
+
+
+def test_a_missing_folder_is_told_by_the_files_name(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for path, error in (
+        (tmp_path / "none" / "none" / "a", FileNotFoundError),
+        (tmp_path / "file" / "a", NotADirectoryError),
+        (tmp_path / "file" / "b" / "a", NotADirectoryError),
+    ):
+        for call in (create, lambda path: replacing(path).__enter__()):
+            with pytest.raises(error) as caught:
+                call(path)
+            if call is create:
+                assert caught.value.filename == str(path)
+    monkeypatch.chdir(tmp_path)
+    write("a")
+    assert (tmp_path / "a").read_text() == "new"
+
+
 def test_what_leads_elsewhere_is_not_read(tmp_path):
     path = tmp_path / "a"
     path.write_text("text")
