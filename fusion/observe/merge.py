@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ BEGINNINGS = b'{"displayTimeUnit"', b'{"traceEvents"', b"[\n{"
 CLOCK = "ringlet clock"  # a metadata event that says how far a rank's clock is from rank 0's
 
 _MOST = 1e18  # microseconds: not so many that they are no numbers any more
+_APART = 1.0  # microseconds between two measurements that tell of a drift
 _BEGAN = "start_time_since_epoch_in_micros"  # what Horovod calls it
 
 
@@ -56,9 +58,9 @@ def merge(path: Path, parts: Sequence[Part]) -> dict[str, Any]:
                     said["clock_offsets_us"].setdefault(pid, []).append(found["offset_us"])
                     said.setdefault(_BEGAN, round(found["epoch_us"] - event["ts"]))
                 out.write(",\n" if said["events"] else "\n")
-                out.write(json.dumps(event, separators=(",", ":")))
+                out.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
                 said["events"] += 1
-        out.write(f'\n], "otherData": {json.dumps(said)}}}\n')
+        out.write(f'\n], "otherData": {json.dumps(said, allow_nan=False)}}}\n')
     return said
 
 
@@ -72,11 +74,22 @@ def read(part: Part) -> Iterator[Event]:
             if text in ("", "[", "]"):
                 continue
             try:
-                event = json.loads(text)
+                event = _decoded(text)
             except (ValueError, RecursionError):
                 continue  # the last line of a rank that was killed
             if isinstance(event, dict) and _is_whole(event):
                 yield event
+
+
+def _finite(text: str) -> float:
+    """Return a number that JSON can hold. Raises ValueError for NaN, Infinity and 1e999."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number of JSON")
+    return number
+
+
+_decoded = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).decode
 
 
 def _is_whole(event: Event) -> bool:
@@ -109,6 +122,6 @@ def _aligned(at: float, clock: list[tuple[float, float]]) -> float:
     if not clock:
         return at
     (first, offset), (last, then) = clock[0], clock[-1]
-    if last > first:
+    if last - first >= _APART:
         offset += (then - offset) * (at - first) / (last - first)
     return at - offset

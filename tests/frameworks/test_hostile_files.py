@@ -133,10 +133,28 @@ def test_parts_of_a_timeline_may_hold_anything(tmp_path):
         lines.append(json.dumps({"name": "ringlet clock", "ts": 1, "args": strange}) + ",")
         args = {"offset_us": strange, "epoch_us": strange}
         lines.append(json.dumps({"name": "ringlet clock", "ts": 1, "args": args}) + ",")
+        lines.append(json.dumps({"name": "y", "ts": 2, "dur": strange, "args": [strange]}) + ",")
+    lines.append('{"name":"y","ts":2,"dur":1e999},')
     rank_file(path, 0).write_text("\n".join(lines))
-    merge(path, [rank_file(path, 0)])
-    events = json.loads(path.read_text())["traceEvents"]
-    assert events[0]["name"] == "x"
+    clocks = [(0, 1e17), (5e-324, -1e17)]  # a drift that no number tells
+    rank_file(path, 1).write_text(
+        "\n".join(
+            json.dumps({"name": "ringlet clock", "ts": at, "args": {"offset_us": o, "epoch_us": 1}})
+            for at, o in clocks
+        )
+        + '\n{"name":"z","ts":9e17}\n'
+    )
+    merge(path, [rank_file(path, rank) for rank in range(2)])
+
+    def constant(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    whole = json.loads(path.read_text(), parse_constant=constant)
+    names = [event["name"] for event in whole["traceEvents"]]
+    assert names[0] == "x"
+    assert "z" in names
+    # Two of the strange are no finite numbers, and one has too many digits for a float.
+    assert names.count("y") == len(STRANGE) - 2
 
 
 WRITERS = {
