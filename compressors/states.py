@@ -119,11 +119,12 @@ def _without_broken(state: State, compressor: Compressor | None) -> list[str]:
         forget(state)
         told.append(f"holds {wrong}; its residual is forgotten")
     units = () if compressor is None else compressor.traits().gradient_units
-    told += [
-        f"holds {name!r} as {described(state.pop(name))}, which is forgotten"
-        for name in units
-        if isinstance(state.get(name), dict | str)
-    ]
+    anything = compressor is None or is_plugin(compressor)
+    strange = [name for name in units if name in state and not _remembers(state[name], anything)]
+    if strange:  # replicas would part by a half of what ranks have in common
+        held = " and ".join(f"{name!r} as {described(state[name])}" for name in strange)
+        _without(state, {"step"})
+        told.append(f"holds {held}; all but its step is forgotten")
     # Every later step would be infinite, too.
     floats = sorted({*units, *_FLOATS} & state.keys())
     infinite = [name for name in floats if _infinite(state[name], name in _BFLOATS)]
@@ -144,6 +145,19 @@ def _strange_residual(state: State, compressor: Compressor | None) -> str | None
         return None
     fits = getattr(found, "dtype", None) == np.float32 and found.ndim == 1
     return None if fits else f"'residual' as {described(found)}, not float32"
+
+
+def _remembers(value: Any, anything: bool) -> bool:
+    """Whether ``value`` may be in units of the gradient: flat float32, as our compressors have it.
+
+    Of a plugin (``anything``) it may be a number, and an array of what is no float.
+    """
+    shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
+    if not anything:
+        return len(shape) == 1 and bool(dtype == np.float32)
+    return not isinstance(value, dict | str) and (
+        shape == () or dtype == np.float32 or np.dtype(dtype).kind not in "fc"
+    )
 
 
 def _infinite(value: Any, bfloat: bool) -> bool:

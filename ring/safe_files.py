@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -21,9 +21,11 @@ def create(path: str | os.PathLike[str], append: bool = False) -> int:
     """Return a descriptor of ``path``, new or emptied, to write to; ``append`` keeps what is there.
 
     Raises OSError, telling what to do, where ``path`` is a link, symbolic or one of several names
-    of a file, a pipe that nobody reads, or a stranger's in a folder such as /tmp.
+    of a file, a pipe that nobody reads, or a stranger's in a folder such as /tmp. So where a
+    folder on the way to it, or a link to one, is such a stranger's.
     """
     where = os.fspath(path)
+    _refuse_the_way(where)
     # What is there is looked at before it is emptied.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -49,6 +51,35 @@ def create(path: str | os.PathLike[str], append: bool = False) -> int:
             else:
                 os.ftruncate(descriptor, 0)
         os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_own(path: str | os.PathLike[str], owners: Container[int] | None = None) -> int:
+    """Return a descriptor of the file ``path``, to read from, that leads nowhere else.
+
+    Raises OSError, telling why, where ``path`` is a link, symbolic or one of several names of a
+    file, no file, such as a pipe, or of a user who is none of ``owners`` (None: anybody's).
+    """
+    where = os.fspath(path)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(where, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            text = "is a symbolic link, and not read through"
+            raise OSError(errno.ELOOP, text, where) from None
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is no file, and not read", where)
+        if found.st_nlink > 1:
+            raise OSError(errno.EMLINK, "is a file of several names, and not read", where)
+        if owners is not None and found.st_uid not in owners:
+            raise OSError(errno.EACCES, "belongs to another user, and is not read", where)
     except BaseException:
         os.close(descriptor)
         raise
@@ -100,9 +131,23 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     Raises OSError where one of them, or a link to it, is a stranger's in a folder such as /tmp.
     """
     os.makedirs(path, exist_ok=True)
-    if found := on_the_way(path):
+    _refuse_strangers(on_the_way(path))
+
+
+def _refuse_strangers(found: str) -> None:
+    """Raise OSError where ``on_the_way`` has found something."""
+    if found:
         text = "belongs to another user, and nothing is written there; name another folder"
         raise OSError(errno.EACCES, text, found)
+
+
+def _refuse_the_way(where: str) -> None:
+    """Raise OSError where a stranger could lead elsewhere what is written to the file ``where``."""
+    try:
+        found = on_the_way(os.path.dirname(where) or ".")
+    except OSError as error:  # such as of a folder that is not there: the file is what was named
+        raise OSError(error.errno, error.strerror, where) from None
+    _refuse_strangers(found)
 
 
 def on_the_way(path: str | os.PathLike[str]) -> str:
@@ -139,10 +184,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a new file that becomes ``path`` at the end; after an error nothing has changed.
 
     Where ``path`` is a link, that is replaced and not what it leads to. Raises FileExistsError
-    where it is a device or a pipe: whoever may would make a file of /dev/null, for all.
+    where it is a device or a pipe: whoever may would make a file of /dev/null, for all. Raises
+    OSError where a folder on the way, or a link to one, is a stranger's in a folder such as /tmp.
     """
     refuse_devices(path)
     where = Path(path)
+    _refuse_the_way(os.fspath(where))
     beside = where.with_name(f"{where.name}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

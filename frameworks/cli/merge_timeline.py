@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
-from ringlet.fusion.observe.merge import BEGINNINGS, merge, rank_files, read
-from ringlet.ring.safe_files import refuse_others
+from ringlet.fusion.observe.merge import BEGINNINGS, Part, merge, rank_files, read
+from ringlet.ring.safe_files import open_own, refuse_others
 
 EXAMPLES = "ringlet timeline t.json        # merges t.rank0.json, t.rank1.json and so on"
 
@@ -40,11 +42,16 @@ def main(options: argparse.Namespace) -> int:
         return 2
     try:
         refuse_others(options.path, *BEGINNINGS)
-        if not any(event for part in parts for event in read(part)):
-            named = " and ".join(map(str, parts))
-            print(f"ringlet timeline: no event of a timeline is in {named}", file=sys.stderr)
-            return 2
-        said = merge(options.path, parts)
+        with ExitStack() as opened:
+            # What nobody has named may have become a link since it was found.
+            files: list[Part] = options.parts or [
+                opened.enter_context(os.fdopen(open_own(part), "rb")) for part in parts
+            ]
+            if not any(event for file in files for event in read(file)):
+                named = " and ".join(map(str, parts))
+                print(f"ringlet timeline: no event of a timeline is in {named}", file=sys.stderr)
+                return 2
+            said = merge(options.path, files)
     except FileExistsError as error:
         print(f"ringlet timeline: {error.filename} {error.strerror}", file=sys.stderr)
         return 2

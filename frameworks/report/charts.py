@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from ringlet.report.summary import binned
 
+_LEAST = 1e-300  # that can be divided into ticks
+
 Format = Callable[[float], str]
 
 
@@ -138,8 +140,8 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def scale(most: float) -> list[float]:
-    """Return three to six round ticks from 0 to at least ``most``."""
-    if not most > 0 or not math.isfinite(most):
+    """Return three to six round ticks from 0 to at least ``most``; 0 and 1 where that is none."""
+    if not most > _LEAST or not math.isfinite(most):
         return [0.0, 1.0]
     rough = most / 4
     power = 10.0 ** math.floor(math.log10(rough))

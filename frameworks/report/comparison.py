@@ -44,14 +44,15 @@ def compared(run: RunSummary, first: RunSummary) -> tuple[str, str]:
     reference, (least, most) = statistics.median(theirs), spread(theirs)
     what = "steps" if whole else "exchanges, of which alone there are times,"
     shown = f"{what} took {between(took, low, high)}, against {between(reference, least, most)}"
-    factor = reference / took if took else 1.0
     within = max(high, most) <= (1 + EVEN) * min(low, least)
     if within:
         return "even", f"makes no difference: {shown}"
     if high < least:
-        return "paid", f"is {factor:.2f} times as fast: {shown}"
+        how = f"{reference / took:.2f} times as fast" if took else "faster"
+        return "paid", f"is {how}: {shown}"
     if low > most:
-        return "cost", f"is {1 / factor:.2f} times as slow: {shown}"
+        how = f"{took / reference:.2f} times as slow" if reference else "slower"
+        return "cost", f"is {how}: {shown}"
     return "unclear", f"{shown}, and these overlap: record more steps"
 
 

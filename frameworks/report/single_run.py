@@ -22,6 +22,7 @@ from ringlet.report.summary import (
     verdict,
 )
 
+_GROUPS = 20  # drawn, those that sent the most
 _LAYERS = 12  # drawn; the table holds more
 _ROWS = 200
 _WARNINGS = 20
@@ -35,12 +36,14 @@ def render(run: RunSummary, name: str) -> str:
     """Return the report of ``run`` as HTML that needs nothing else."""
     kind, sentence = verdict(run)
     sections = [_tiles(run)]
-    for group in run.groups:
+    for group in run.groups[:_GROUPS]:
         loose, count = group.name == LOOSE, len(group.steps)
         head = f"{group.name}: {count} {'record' if loose else 'step'}{'s' if count != 1 else ''}"
         sections += [f"<h2>{escape(head)}</h2>"] if run.others else []
         sections += ['<div class="columns">', _phases(group), _times(group), _bytes(group)]
         sections += ["" if loose else _errors(group), "</div>", _layers(group)]
+    if (more := len(run.groups) - _GROUPS) > 0:
+        sections.append(f"<p>and {more} more groups, which would have sent less uncompressed</p>")
     sections += [_loose(run), _waiting(run)]
     return page(
         title=f"Ringlet: {name}",

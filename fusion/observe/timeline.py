@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -27,12 +27,19 @@ from ringlet.fusion.observe.render import Clock, Instant, Renderer, Single, Stre
 from ringlet.fusion.observe.tracefile import TraceFile
 from ringlet.fusion.recording.events import BucketDone, Quiet, Span, StepDone
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.safe_files import create, refuse_devices, refuse_others
+from ringlet.ring.safe_files import create, open_own, refuse_devices, refuse_others
 
 log = logging.getLogger("ringlet")
 
 _PIECE = 1 << 20  # bytes of a file that a rank sends at once
 _ASIDE = ".merging"  # behind the name of a part that is being merged
+
+
+class _Part(NamedTuple):
+    """A rank's file where rank 0 merges it: others may give its name to something else."""
+
+    path: Path
+    file: BinaryIO
 
 
 class Timeline(Quiet):
@@ -101,37 +108,65 @@ class Timeline(Quiet):
         if all_here:
             self._measure_clock()
         self.close()
-        parts = [self._own]
         if all_here:
-            parts = _collected(self._comm, self.path, self._own)
+            _collect(self._comm, self.path, self._own, self._content)
             if self._made is not None and not self._own.exists():
                 _quietly(self._made.rmdir)
-            if self._comm.rank == 0:
-                parts = [_set_aside(part) for part in parts if part.exists()]
+        parts = self._opened(all_here) if self._comm.rank == 0 else []
+        if all_here:
             self._comm.barrier()  # whoever goes on may begin another timeline of this name
-        elif self._comm.rank == 0:
-            own = [rank_file(self.path, rank) for rank in range(self._comm.size)]
-            parts = [part for part in own if part.is_file() and not part.is_symlink()]
         if self._comm.rank != 0:
             done(None)
             return
 
         def work() -> None:
             try:
-                present = [part for part in parts if part.exists()]
-                merge(self.wanted or self.path, present)
-                for part in present:
-                    part.unlink()
+                merge(self.wanted or self.path, [part.file for part in parts])
+                for part in parts:
+                    part.path.unlink()
             except Exception as error:
-                for part in parts:  # where `ringlet timeline` finds them
-                    if part.name.endswith(_ASIDE) and part.exists():
-                        _quietly(partial(part.rename, part.with_name(part.name[: -len(_ASIDE)])))
+                for path, _ in parts:  # where `ringlet timeline` finds them
+                    if path.name.endswith(_ASIDE) and path.exists():
+                        _quietly(partial(path.rename, path.with_name(path.name[: -len(_ASIDE)])))
                 log.warning("the timeline could not be merged: %s", error)
                 done(error)
             else:
                 done(None)
+            finally:
+                for part in parts:
+                    part.file.close()
 
         threading.Thread(target=work, name="ringlet-merge").start()
+
+    def _opened(self, all_here: bool) -> list[_Part]:
+        """Return the ranks' parts that rank 0 finds, under names that no rank writes to."""
+        found = []
+        for rank in range(self._comm.size):
+            path = rank_file(self.path, rank)
+            try:
+                file = self._open(path)
+            except OSError as error:
+                if all_here or not isinstance(error, FileNotFoundError):
+                    log.warning("rank %d's part of the timeline is left out: %s", rank, error)
+                continue
+            found.append(_Part(_set_aside(path), file))
+        return found
+
+    def _content(self) -> bytes:
+        """Return what is in this rank's part, if it has one."""
+        if self._file is None:
+            return b""
+        try:
+            with self._open(self._own) as file:
+                return file.read()
+        except OSError as error:
+            log.warning("this rank's part of the timeline is left out: %s", error)
+            return b""
+
+    def _open(self, path: Path) -> BinaryIO:
+        """Open a part to be read. Raises OSError where another user may have put it there."""
+        owners = {os.geteuid()} if self._file is None else {os.geteuid(), self._file.owner}
+        return os.fdopen(open_own(path, owners), "rb")
 
     def _measure_clock(self) -> None:
         offset = estimate(self._comm)
@@ -142,14 +177,14 @@ class Timeline(Quiet):
             self._file.put(item)
 
 
-def _collected(comm: Communicator, path: Path, own: Path) -> list[Path]:
-    """Return every rank's file as rank 0 can open it; those it cannot see are sent to it."""
+def _collect(comm: Communicator, path: Path, own: Path, content: Callable[[], bytes]) -> None:
+    """Let every rank's file be where rank 0 can open it; those it cannot see are sent to it."""
     token = path.with_name(f"{path.name}.{secrets.token_hex(8)}.here")
     token = Path(os.fsdecode(comm.broadcast_bytes(os.fsencode(token))))  # maybe no UTF-8
     if comm.rank == 0:
         _quietly(token.touch)
     comm.barrier()
-    data = b"" if token.exists() and own.parent == token.parent else _content(own)
+    data = b"" if token.exists() and own.parent == token.parent else content()
     said = [json.loads(text) for text in comm.allgather_bytes(json.dumps(len(data)).encode())]
     if comm.rank == 0:
         _quietly(token.unlink)
@@ -165,13 +200,11 @@ def _collected(comm: Communicator, path: Path, own: Path) -> list[Path]:
         for rank, n in enumerate(incoming):
             received[rank] += into[end : end + n].tobytes()
             end += n
-    parts = [rank_file(path, rank) for rank in range(comm.size)]
-    for rank, content in enumerate(received):
-        if content:
-            _quietly(partial(_write, parts[rank], content))
+    for rank, whole in enumerate(received):
+        if whole:
+            _quietly(partial(_write, rank_file(path, rank), whole))
     if data and comm.rank != 0:
         _quietly(own.unlink)
-    return parts
 
 
 def _set_aside(part: Path) -> Path:
@@ -182,13 +215,6 @@ def _set_aside(part: Path) -> Path:
     except OSError:
         log.debug("a part of the timeline", exc_info=True)
         return part
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def _write(path: Path, content: bytes | bytearray) -> None:

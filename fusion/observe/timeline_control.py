@@ -85,7 +85,8 @@ class Timelines:
         """
         number, self._asked = self._asked or self._number, 0
         if self._current is None or number < self._number:
-            self._ended.wait(timeout)  # another rank was quicker, and may have begun the next one
+            if not self._ended.wait(timeout):  # another rank was quicker, and may have begun anew
+                raise TimeoutError(f"the timeline is not merged after {timeout} s")
             return
         self._extensions.announce(("timeline", -number), "timeline.stop", number).wait(timeout)
 
@@ -130,8 +131,16 @@ class Timelines:
 
     def _last_call(self) -> None:
         """Merge while the other ranks are still there: the timeline ends with the first to go."""
+        path = self.path
         try:
             self.stop(_AT_SHUTDOWN_S)
+        except TimeoutError:
+            log.warning(
+                "the timeline%s is not merged after %g s, and is not waited for any longer; should "
+                "the process end before it is, the ranks' parts stay beside it, and `ringlet "
+                "timeline t.json PART ...` merges them",
+                "" if path is None else f" {path}", _AT_SHUTDOWN_S,
+            )  # fmt: skip
         except (RingError, OSError) as error:
             log.debug("the timeline at shutdown: %s", error)
 

@@ -43,6 +43,7 @@ class TraceFile:
         self._render, self._limit = render, limit
         self._queue: deque[Any] = deque()
         self._file = create(path)
+        self.owner = os.fstat(self._file).st_uid  # some disks give all files to one user
         self._at = 0  # where the closing bracket is to be overwritten
         self._warned = False
         self._stop = threading.Event()

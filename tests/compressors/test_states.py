@@ -223,10 +223,50 @@ def test_a_saved_spec_may_name_what_is_imported_already():
 @pytest.mark.parametrize("spec", ["int8 | ef21", "powersgd | ef"])
 def test_nothing_is_left_of_a_tensor_of_another_size(spec):
     compressor, (state, _) = trained(spec)
-    state |= {"step": 3, "stage2.0": {"sum": np.ones(1000), "known": np.ones(1000)}}
+    sums = np.ones(1000, np.float32)
+    state |= {"step": 3, "stage2.0": {"sum": sums, "known": sums}}
     (told,) = fit(state, spec, compressor, N + 1, 2)
     assert "is forgotten" in told
     assert state == {"step": 3}
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("topk | momentum_correction", "u"), ("topk | momentum_correction", "v"),
+        ("int8 | ef21", "worker"), ("int8 | ef21", "server"), ("int8 | ef", "residual"),
+    ],
+)  # fmt: skip
+def test_memory_of_another_dtype_is_forgotten_before_a_step_fails_of_it(spec, name):
+    for change, told in (
+        (lambda array: array.astype(np.float64), "as float64"),
+        (lambda array: array.astype(np.float16), "as float16"),
+        (lambda array: array.astype(np.int32), "as int32"),
+        (lambda array: np.float32(1), "as float"),
+        (lambda array: 1.0, "as float"),
+        (lambda array: {}, "as dict"),
+    ):
+        for after in (spec, f"{spec} | min_size(10)"):
+            states = trained(spec)[1]
+            for state in states:
+                state[name] = change(state[name])
+                text, *_ = fit(state, spec, parse(after), N, len(states))
+                assert text.startswith(f"holds {name!r} {told}")
+                assert text.endswith("forgotten")
+                assert state.keys() <= {"step"}
+            simulate(parse(after), [normal(1), normal(2)], states, step=3, shape=SHAPE)
+
+
+def test_a_plugin_may_remember_what_is_no_float():
+    place = f"{Heavy.__module__}:{Heavy.__qualname__}"
+    for held in (np.ones(N, np.int32), 3, np.float64(3), np.ones(N, np.float32)):
+        state = {"step": 1, "past": held}
+        assert fit(state, None, parse(f"int8 | {place}"), N, 2) == []
+        assert state["past"] is held
+    state = {"step": 1, "past": np.ones(N)}
+    (told,) = fit(state, None, parse(f"int8 | {place}"), N, 2)
+    assert told == f"holds 'past' as float64[{N}]; all but its step is forgotten"
+    assert state == {"step": 1}
 
 
 def test_rows_that_are_all_kept_are_told_nobody():

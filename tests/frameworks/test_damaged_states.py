@@ -12,6 +12,7 @@ import torch
 import ringlet.torch as hvd
 from ringlet.compressors import Router, parse
 from ringlet.compressors.states import fit, merged
+from ringlet.ring.errors import Mismatch
 from ringlet.shared.residual_store import dumps, loads, mapped
 from ringlet.torch.optimizer import checkpoint
 
@@ -132,6 +133,43 @@ def case_residuals_that_cannot_be_gone_on_with_are_forgotten_on_that_rank_with_a
             optimizer.load_state_dict(replaced(optimizer.state_dict(), place, value))
         train(own, optimizer, 1)
         assert all(bool(p.isfinite().all()) for p in own.parameters())
+        assert hvd.replicas_equal(own.state_dict())
+
+
+def case_momenta_of_another_dtype_are_forgotten_on_that_rank_with_a_warning():
+    own = model()
+    spec = "topk(ratio=0.1) | momentum_correction"
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(own.parameters(), lr=0.01), own.named_parameters(), spec
+    )
+    train(own, optimizer, 2)
+    for name in ("u", "v"):
+        place = ("ringlet", "states", "0.weight", name)
+        wrong = torch.zeros(96 * 48, dtype=torch.float64)
+        with pytest.warns(UserWarning, match=rf"holds '{name}' as float64\[4608\]; all but its"):
+            optimizer.load_state_dict(replaced(optimizer.state_dict(), place, wrong))
+        train(own, optimizer, 1)
+        assert hvd.replicas_equal(own.state_dict())
+
+
+def case_estimates_of_another_type_on_one_rank_do_not_let_replicas_part():
+    own = model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(own.parameters(), lr=0.01), own.named_parameters(), "int8 | ef21"
+    )
+    train(own, optimizer, 2)
+    state = optimizer.state_dict()
+    place = ("ringlet", "states", "0.weight", "server")
+    for wrong in (torch.zeros(96 * 48, dtype=torch.float64), {}):
+        if hvd.rank() == 1:
+            with pytest.warns(UserWarning, match="holds 'server' as .*; all but its step is forg"):
+                optimizer.load_state_dict(replaced(state, place, wrong))
+        else:
+            optimizer.load_state_dict(state)
+        with pytest.raises(Mismatch, match=r"'0.weight' is there on rank\(s\) 0 but not on"):
+            train(own, optimizer, 1)
+        optimizer.load_state_dict(state)
+        train(own, optimizer, 1)
         assert hvd.replicas_equal(own.state_dict())
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringlet.cli import draw_report
+from ringlet.cli import draw_report, merge_timeline
 from ringlet.fusion.autotune.sample_log import Log
 from ringlet.fusion.observe.merge import merge, rank_file, rank_files
 from ringlet.fusion.observe.sinks import JsonLines
@@ -133,10 +133,28 @@ def test_parts_of_a_timeline_may_hold_anything(tmp_path):
         lines.append(json.dumps({"name": "ringlet clock", "ts": 1, "args": strange}) + ",")
         args = {"offset_us": strange, "epoch_us": strange}
         lines.append(json.dumps({"name": "ringlet clock", "ts": 1, "args": args}) + ",")
+        lines.append(json.dumps({"name": "y", "ts": 2, "dur": strange, "args": [strange]}) + ",")
+    lines.append('{"name":"y","ts":2,"dur":1e999},')
     rank_file(path, 0).write_text("\n".join(lines))
-    merge(path, [rank_file(path, 0)])
-    events = json.loads(path.read_text())["traceEvents"]
-    assert events[0]["name"] == "x"
+    clocks = [(0, 1e17), (5e-324, -1e17)]  # a drift that no number tells
+    rank_file(path, 1).write_text(
+        "\n".join(
+            json.dumps({"name": "ringlet clock", "ts": at, "args": {"offset_us": o, "epoch_us": 1}})
+            for at, o in clocks
+        )
+        + '\n{"name":"z","ts":9e17}\n'
+    )
+    merge(path, [rank_file(path, rank) for rank in range(2)])
+
+    def constant(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    whole = json.loads(path.read_text(), parse_constant=constant)
+    names = [event["name"] for event in whole["traceEvents"]]
+    assert names[0] == "x"
+    assert "z" in names
+    # Two of the strange are no finite numbers, and one has too many digits for a float.
+    assert names.count("y") == len(STRANGE) - 2
 
 
 WRITERS = {
@@ -207,6 +225,21 @@ def test_a_merged_timeline_replaces_a_link_and_follows_none(tmp_path):
     assert target.read_text() == "precious"
     assert [e["name"] for e in json.loads(path.read_text())["traceEvents"]] == ["x"]
     assert not path.is_symlink()
+
+
+def test_a_part_that_has_become_a_link_is_read_where_it_is_named_only(
+    tmp_path, monkeypatch, capsys
+):
+    path, secret = tmp_path / "t.json", tmp_path / "secret"
+    secret.write_text('{"name": "secret", "ts": 1}\n')
+    part = rank_file(path, 0)
+    part.symlink_to(secret)
+    monkeypatch.setattr(merge_timeline, "rank_files", lambda path: [part])  # as if found before
+    assert merge_timeline.main(SimpleNamespace(path=path, parts=[])) == 2
+    assert "is a symbolic link, and not read through" in capsys.readouterr().err
+    assert not path.exists()
+    assert merge_timeline.main(SimpleNamespace(path=path, parts=[part])) == 0
+    assert "secret" in path.read_text()
 
 
 def test_compressor_states_are_not_written_through_a_link(tmp_path, monkeypatch):

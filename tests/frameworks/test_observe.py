@@ -582,6 +582,34 @@ def test_two_recorded_runs_are_compared(tmp_path, capsys, ours, said):
         assert fact in text
 
 
+@pytest.mark.parametrize("least", [0.0, 5e-324])
+def test_times_that_are_no_times_are_drawn_and_compared(tmp_path, capsys, least):
+    none = recorded(tmp_path / "none.jsonl", [0.0] * 20, exchange=3 * least)
+    none.write_text(none.read_text().replace('"seconds": 0.01', f'"seconds": {least}'))
+    int8 = recorded(tmp_path / "int8.jsonl", [0.1] * 20, spec="int8 | ef")
+    assert report(none, capsys=capsys)[0] == 0
+    code, out, err = report(none, int8, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("int8.jsonl is slower: steps took 100.0 ms")
+    code, out, err = report(int8, none, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("none.jsonl is faster: steps took 0.00")
+
+
+def test_of_many_groups_the_largest_are_drawn(tmp_path, capsys):
+    path = recorded(tmp_path / "run.jsonl", [0.1] * 3)
+    other = recorded(tmp_path / "other.jsonl", []).read_text()
+    with path.open("a") as out:
+        for i in range(500):
+            out.write(other.replace('"group": "g"', f'"group": "other {i}"'))
+    assert report(path, capsys=capsys)[0] == 0
+    text = path.with_suffix(".html").read_text()
+    assert "<h2>g: 4 steps</h2>" in text
+    assert text.count(": 1 step</h2>") == 19
+    assert "<p>and 481 more groups, " in text
+    assert len(text) < 300_000
+
+
 def test_equal_runs_get_verdicts_that_agree():
     """Runs of the same noise: never one that compression paid, and one that it cost."""
     for plain in (0.0088, 0.0100, 0.0112):
@@ -724,5 +752,7 @@ def test_ticks_are_round_and_cover():
         assert ticks[0] == 0
         assert ticks[-1] >= most * 0.999
         assert 3 <= len(ticks) <= 6
-    assert scale(0) == [0, 1]
+    assert scale(0) == scale(5e-324) == scale(1e-305) == [0, 1]
+    for most in (1e-299, 1e300):
+        assert scale(most)[-1] >= most * 0.999
     assert (duration(0.0123), duration(2e-6), amount(1234567)) == ("12.3 ms", "2.00 µs", "1.23 MB")

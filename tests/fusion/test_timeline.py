@@ -237,6 +237,125 @@ def test_files_of_other_machines_travel_to_rank_0(tmp_path, monkeypatch):
     assert all(place.is_dir() for place in elsewhere.values())  # which somebody may need
 
 
+SECRET = '{"name": "secret", "ts": 1}\n'
+
+
+def plant(kind, path, secret):
+    """Put what leads to ``secret``, or nowhere, where a rank's part is to be, or is."""
+    if path.exists():
+        path.rename(path.with_name("away"))
+    if kind == "link":
+        path.symlink_to(secret)
+    elif kind == "names":
+        os.link(secret, path)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_text(SECRET)
+        os.chown(path, 65534, 65534)
+
+
+STRANGERS = pytest.param(
+    "stranger's",
+    marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files of others"),
+)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize("kind", ["link", "names", "pipe", STRANGERS])
+def test_what_others_have_put_in_a_parts_place_is_not_merged(tmp_path, caplog, kind, when):
+    folder, secret = tmp_path / "all", tmp_path / "secret"
+    folder.mkdir()
+    folder.chmod(0o1777)  # as /tmp is
+    secret.write_text(SECRET)
+    path = folder / "t.json"
+    part = rank_file(path, 1)
+    if when == "before":
+        plant(kind, part, secret)
+
+    def body(engine):
+        if engine.rank == 0:
+            engine.timelines.start(path)
+        train(engine)  # from here on every rank has its part
+        if engine.rank == 0:
+            if when == "meanwhile":
+                plant(kind, part, secret)
+            engine.timelines.stop(60)
+
+    with_engines(2, body)
+    text = path.read_text()
+    assert json.loads(text)["otherData"]["ranks"] == 1
+    assert "step of model" in text
+    assert "secret" not in text
+    assert part.lstat()  # nor moved away
+    left_out = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert len(left_out) == 1
+    assert left_out[0].startswith("rank 1's part of the timeline is left out: [Errno ")
+    assert left_out[0].endswith(f"not read: '{part}'") or kind == "link"
+
+
+@pytest.mark.parametrize("kind", ["link", "names", "pipe", STRANGERS])
+def test_nor_does_it_travel_to_rank_0(tmp_path, monkeypatch, caplog, kind):
+    from ringlet.fusion.observe import timeline
+
+    disk, secret = tmp_path / "disk", tmp_path / "secret"
+    disk.mkdir()
+    secret.write_text(SECRET)
+    own, local = timeline.rank_file, threading.local()
+    part = own(disk / "t.json", 1)
+
+    def of_rank(path, rank):
+        return part if getattr(local, "rank", 0) == rank == 1 else own(path, rank)
+
+    monkeypatch.setattr(timeline, "rank_file", of_rank)
+
+    def body(engine):
+        engine.extensions.call_soon(lambda: setattr(local, "rank", engine.rank))
+        engine.submit(Request("s", shape=(1,)), np.ones(1, np.float32)).wait(60)
+        engine.timelines.start(tmp_path / "t.json")
+        if engine.rank == 1:
+            plant(kind, part, secret)
+        train(engine)
+        engine.timelines.stop(60)
+
+    with_engines(2, body)
+    text = (tmp_path / "t.json").read_text()
+    assert json.loads(text)["otherData"]["ranks"] == 1
+    assert "secret" not in text
+    assert not own(tmp_path / "t.json", 1).exists()
+    assert "this rank's part of the timeline is left out" in caplog.text
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_timeline_that_is_not_merged_in_time_is_told(tmp_path, monkeypatch, caplog, stopped):
+    from ringlet.fusion.observe import timeline, timeline_control
+
+    path, over = tmp_path / "t.json", threading.Event()
+
+    def slow(*given):
+        over.wait(60)
+        return merge(*given)
+
+    monkeypatch.setattr(timeline, "merge", slow)
+    monkeypatch.setattr(timeline_control, "_AT_SHUTDOWN_S", 1.0)
+
+    def body(engine):
+        engine.timelines.start(path)
+        train(engine)
+        for seconds in (1.0, 0.1) if stopped else ():
+            with pytest.raises(TimeoutError):
+                engine.timelines.stop(seconds)
+
+    with_engines(1, body)
+    merging = [each for each in threading.enumerate() if each.name == "ringlet-merge"]
+    over.set()
+    for each in merging:
+        each.join(60)
+    named = "" if stopped else f" {path}"
+    assert f"the timeline{named} is not merged after 1 s, and is not waited for" in caplog.text
+    assert events_of(path)
+
+
 def test_a_timeline_of_the_same_name_begins_while_the_last_is_merged(tmp_path, monkeypatch):
     from ringlet.fusion.observe import timeline
 

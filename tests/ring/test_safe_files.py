@@ -11,6 +11,7 @@ from ringlet.ring.safe_files import (
     create_text,
     make_folder,
     on_the_way,
+    open_own,
     planted_in,
     replacing,
 )
@@ -113,6 +114,69 @@ def test_no_folder_is_made_in_a_strangers_where_all_may_write(tmp_path, link):
     for fine in (shared / "mine" / "rank0", own / "rank0", own / "rank0"):
         make_folder(fine)
         assert fine.is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("below", ["", "inside"])
+def test_no_file_is_made_behind_a_strangers_folder_where_all_may_write(tmp_path, link, below):
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    for each in (shared, own / "inside"):
+        each.mkdir(parents=True)
+    shared.chmod(0o1777)  # as /tmp is
+    planted = shared / "runs"
+    if link:
+        planted.symlink_to(own)
+    else:
+        (planted / "inside").mkdir(parents=True)
+    os.chown(planted, 65534, 65534, follow_symlinks=False)
+    path = planted / below / "a"
+    with pytest.raises(OSError, match="belongs to another user") as caught:
+        create(path)
+    assert caught.value.filename == str(planted)
+    with pytest.raises(OSError, match="belongs to another user"), replacing(path):
+        pass
+    assert not [*(planted / below).glob("a*")]
+    (shared / "mine").symlink_to(own)  # a link of one's own, to a folder of one's own
+    write(shared / "mine" / below / "a")
+    with replacing(own / below / "a"):
+        pass
+
+
+def test_a_missing_folder_is_told_by_the_files_name(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for path, error in (
+        (tmp_path / "none" / "none" / "a", FileNotFoundError),
+        (tmp_path / "file" / "a", NotADirectoryError),
+        (tmp_path / "file" / "b" / "a", NotADirectoryError),
+    ):
+        for call in (create, lambda path: replacing(path).__enter__()):
+            with pytest.raises(error) as caught:
+                call(path)
+            if call is create:
+                assert caught.value.filename == str(path)
+    monkeypatch.chdir(tmp_path)
+    write("a")
+    assert (tmp_path / "a").read_text() == "new"
+
+
+def test_what_leads_elsewhere_is_not_read(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("text")
+    with os.fdopen(open_own(path, {os.geteuid()})) as file:
+        assert file.read() == "text"
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        open_own(path, {os.geteuid() + 1})
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="is a symbolic link"):
+        open_own(tmp_path / "link")
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match="is no file, and not read"):
+            open_own(other)
+    os.link(path, tmp_path / "another")
+    with pytest.raises(OSError, match="is a file of several names"):
+        open_own(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
