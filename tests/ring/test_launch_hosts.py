@@ -27,10 +27,11 @@ from launched_jobs import (
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions import WorkerFailed, run
-from ringlet.ring.hosts.forwarding import forwarded
+from ringlet.ring.hosts.forwarding import forwarded, is_credential
 from ringlet.ring.hosts.hosts import Host, Seat, is_here, parse_hosts, read_hostfile, seat
 from ringlet.ring.hosts.interfaces import find_interface, launcher_address
 from ringlet.ring.hosts.remote import Reach, start_agent
+from ringlet.ring.variables import UNDERSTOOD, VARIABLES
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -134,6 +135,33 @@ def test_what_is_forwarded() -> None:
     private = {"AWS_SECRET_ACCESS_KEY": "x", "RINGLET_API_TOKEN": "y", "HOME": "/root", "LANG": "C"}
     assert forwarded(kept | private) == kept
     assert forwarded(kept | private, ["LANG"]) == kept | {"LANG": "C"}
+
+
+CREDENTIALS = """TF_VAR_db_password JAX_api_token HOROVOD_Secret TORCH_CREDENTIALS KERAS_PASSWD
+    NCCL_token HOROVOD_SECRET_KEY TF_APIKEY RINGLET_SECRET RINGLET_STORE_KEY TF_OAUTH2 TORCH_AUTH
+    XLA_ssh_passphrase JAX_HTTP_AUTH_HEADER TF_PROXY_AUTHORIZATION PYTHON_KEYRING_BACKEND
+    NCCL_IB_PKEY_PASSWORD"""
+SETTINGS = """NCCL_IB_PKEY UCX_IB_PKEY JAX_LEGACY_PRNG_KEY TF_GCS_AUTH_MAX_REQUESTS KERAS_AUTHOR
+    TF_AUTHORS XLA_AUTHORITY KERAS_BACKEND PYTHONPATH UCX_KEEPALIVE_INTERVAL NCCL_SOCKET_IFNAME
+    HOROVOD_FUSION_THRESHOLD MPIR_CVAR_CH4_OFI_ENABLE_TAGGED FI_PROVIDER PYTHONPASSES"""
+
+
+def test_credentials_are_not_forwarded_however_they_are_written() -> None:
+    names = CREDENTIALS.split()
+    assert [name for name in names if not is_credential(name)] == []
+    assert forwarded(dict.fromkeys(names, "x")) == {}
+    assert forwarded(dict.fromkeys(names, "x"), ["TORCH_AUTH"]) == {"TORCH_AUTH": "x"}
+
+
+def test_settings_that_only_look_like_credentials_are_forwarded() -> None:
+    settings = dict.fromkeys(SETTINGS.split(), "x")
+    assert forwarded(settings) == settings
+
+
+def test_of_our_own_variables_only_secrets_are_credentials() -> None:
+    ours = [*VARIABLES, *UNDERSTOOD]
+    secret = {"RINGLET_SECRET", "RINGLET_STORE_KEY", "RINGLET_LAUNCHER_SECRET"}
+    assert {name for name in ours if is_credential(name)} == secret
 
 
 def test_interfaces() -> None:
