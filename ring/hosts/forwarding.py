@@ -64,6 +64,11 @@ def forwarded(base: Mapping[str, str], asked: Collection[str] = ()) -> dict[str,
     }
 
 
+def without_credentials(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what of ``env`` a launcher's link may carry, where a remote shell carries the rest."""
+    return {name: value for name, value in env.items() if not is_credential(name)}
+
+
 def is_credential(name: str) -> bool:
     """Whether a variable is a credential by its name, in capitals or not."""
     return name not in _SETTINGS and _CREDENTIAL.search(name) is not None

@@ -259,6 +259,26 @@ def test_ranks_find_themselves_on_several_hosts(
     until(lambda: not marked(mark))
 
 
+@pytest.mark.parametrize("kind", [(), ("-np", "4", "--min-np", "4")], ids=["static", "elastic"])
+def test_credentials_go_through_the_remote_shell_and_not_over_the_launchers_link(
+    ringlet: Begin, mark: str, kind: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The link is not encrypted. This shell changes a name where it goes through it."""
+    path = tmp_path / "renaming"
+    path.write_text('#!/bin/sh\nshift\ncd /\nsed -u s/MY_TOKEN/THEIR_TOKEN/ | sh -c "$*"\n')
+    path.chmod(0o755)
+    options = (*kind, "--no-prefix", "-x", "MY_TOKEN=a b", "-x", "MINE=c")
+    job = ringlet(SAY, "gloo", *options, rsh=shlex.quote(str(path)))
+    out, err = job.communicate(timeout=DEADLINE)
+    assert job.returncode == 0, err
+    told = sorted(json.loads(line) for line in out.splitlines())
+    assert [rank for rank, _, _ in told] == [0, 1, 2, 3]
+    names = [(found.get("MY_TOKEN"), found.get("THEIR_TOKEN")) for _, _, found in told]
+    assert names == [("a b", None)] * 2 + [(None, "a b")] * 2
+    assert all(found["MINE"] == "c" for _, _, found in told)
+    until(lambda: not marked(mark))
+
+
 @both
 def test_connect_over_several_hosts(mark: str, shell: str, transport: str) -> None:
     code = (
