@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from enum import EnumType
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numba import config, njit, types
@@ -17,9 +19,11 @@ from numba.core.extending import _Intrinsic
 from numba.core.serialize import dumps
 from numba.np.ufunc.dufunc import DUFunc
 
+from ringlet.ring.safe_files import read_own, replacing
+
 log = logging.getLogger("ringlet")
 
-_told: set[str] = set()  # why kernels are not kept, which is said once
+_told: set[str] = set()  # why kernels are not kept, or not loaded, which is said once
 
 
 class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no types
@@ -30,6 +34,8 @@ class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no typ
     other's code; and who reads between index and file runs what the number stood for before
     (numba/numba#4807). Overloads of one function are its dtypes, and what it closes over: ``qsgd``
     and ``int8`` with and without ``ef`` are some of one.
+
+    To load a file is to run what it says: one that another user can have written is not loaded.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -38,11 +44,18 @@ class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no typ
     def load(self, key: Any) -> Any:
         try:
             stamp, found, data = self._load_data(self._name_for(key))
-        except (
-            Exception
-        ):  # there is none, it is another user's, or the power went while it was written
+        except PermissionError as error:
+            _tell_refused(error)
+            return None
+        except Exception:  # there is none, or the power went while it was written
             return None
         return data if (stamp, found) == (self._source_stamp, key) else None
+
+    def _load_data(self, name: str) -> Any:
+        return pickle.loads(read_own(self._data_path(name)))
+
+    def _open_for_write(self, filepath: str) -> AbstractContextManager[BinaryIO]:
+        return replacing(filepath, 0o644)  # not for a group to write, whatever the umask
 
     def _name_for(self, key: Any) -> Any:
         *key, _ = key  # what has other code replaces what was at its place before
@@ -95,6 +108,18 @@ def _tell(why: str, where: str) -> None:
             "compiled kernels cannot be kept %s, so that each process compiles them anew; "
             "NUMBA_CACHE_DIR names another folder",
             where,
+        )
+
+
+def _tell_refused(error: PermissionError) -> None:
+    why = error.strerror or ""
+    if why not in _told:
+        _told.add(why)
+        log.warning(
+            "compiled kernels that another user may have written are not loaded, and are compiled "
+            "anew, such as %s (%s); name a folder of your own in NUMBA_CACHE_DIR",
+            error.filename,
+            why,
         )
 
 

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
 
 def create(path: str | os.PathLike[str], append: bool = False) -> int:
     """Return a descriptor of ``path``, new or emptied, to write to; ``append`` keeps what is there.
@@ -86,6 +88,54 @@ def open_own(path: str | os.PathLike[str], owners: Container[int] | None = None)
     return descriptor
 
 
+def read_own(path: str | os.PathLike[str]) -> bytes:
+    """Return what is in a file that nobody but this user, and root, can have written.
+
+    For what is run. Raises PermissionError, telling why, where ``path`` is another's, or may be: a
+    link, a pipe, or a file that others may write to. On disks that keep no owners or no modes, such
+    as a share, it is enough that a new file looks the same. Raises OSError where it cannot be read.
+    """
+    where = os.fspath(path)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(where, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise PermissionError(errno.EPERM, "is a symbolic link", where) from None
+        raise
+    try:
+        found, why = os.fstat(descriptor), ""
+        if not stat.S_ISREG(found.st_mode):
+            why = "is no file"
+        elif found.st_uid not in (os.geteuid(), 0):
+            why = "belongs to another user"
+        elif found.st_mode & _OTHERS:
+            why = "may be written to by other users"
+        if why and not _all_are_so(found, where):
+            raise PermissionError(errno.EPERM, why, where)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def _all_are_so(found: os.stat_result, where: str) -> bool:
+    """Whether a file that this user makes beside ``where`` has that owner, and is as open."""
+    if not stat.S_ISREG(found.st_mode):
+        return False
+    beside = f"{where}.{secrets.token_hex(8)}.part"
+    try:
+        descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        made = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+        os.unlink(beside)
+    return made.st_uid == found.st_uid and not found.st_mode & _OTHERS & ~made.st_mode
+
+
 def refuse_others(path: str | os.PathLike[str], *beginnings: bytes) -> None:
     """Raise FileExistsError where ``path`` is a file with another beginning than these: not ours.
 
@@ -153,12 +203,13 @@ def _refuse_the_way(where: str) -> None:
 def on_the_way(path: str | os.PathLike[str]) -> str:
     """Return which folder, or link, on the way to a folder is a stranger's in one such as /tmp.
 
-    Itself included; empty where none is.
+    Itself included, as far as they are there; empty where none is.
     """
     whole = Path(os.path.abspath(path))
     for part in (whole, *whole.parents[:-1]):  # a link may lead anywhere, so as they are named
-        if _planted(os.lstat(part), os.fspath(part.parent)):
-            return os.fspath(part)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if _planted(os.lstat(part), os.fspath(part.parent)):
+                return os.fspath(part)
     return ""
 
 
@@ -180,8 +231,10 @@ def create_text(
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield a new file that becomes ``path`` at the end; after an error nothing has changed.
+
+    ``mode`` is who may read and write it, of which the umask takes away.
 
     Where ``path`` is a link, that is replaced and not what it leads to. Raises FileExistsError
     where it is a device or a pipe: whoever may would make a file of /dev/null, for all. Nothing
@@ -192,7 +245,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     beside = where.with_name(f"{where.name}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(beside, flags, 0o666), "wb") as file:
+        with os.fdopen(os.open(beside, flags, mode), "wb") as file:
             yield file
         os.replace(beside, where)
     except BaseException:

@@ -27,7 +27,7 @@ FLOORS = {
         base specs dense quantizers sparsifiers lowrank modifiers states adaptive
         testing/tools testing/checks testing""",
     "ring": """errors process_owner log collector callers variables dtypes arguments communicator
-        jit float16 rank_order interrupt addresses safe_files descriptors wire transports pipeline
+        safe_files jit float16 rank_order interrupt addresses descriptors wire transports pipeline
         control collectives cost rendezvous hosts processes launch placed elastic functions
         command""",
     "fusion": """errors limits devices requests planning codecs recording peers exchanges

@@ -6,13 +6,13 @@ import argparse
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 
 from ringlet.compressors.specs.registry import built_in, names
 from ringlet.job.capabilities import gpu_path
+from ringlet.ring.hosts.forwarding import is_credential
 from ringlet.ring.launch.machine import examine
 from ringlet.ring.variables import UNDERSTOOD, VARIABLES
 
@@ -23,7 +23,6 @@ DESCRIPTION = """\
 Print versions, transports, hardware, plugins and the variables that are set:
 what a bug report needs. Values of secrets are left out. Nothing is measured and
 no rank is started."""
-_SECRET = re.compile(r"SECRET|KEY|TOKEN|PASSWORD")
 _FAMILIES = ("OMP_", "NCCL_", "GLOO_", "MPICH_", "UCX_", "FI_", "CUDA_VISIBLE", "NUMBA_")
 
 
@@ -80,7 +79,7 @@ def variables(env: os._Environ[str] | dict[str, str]) -> dict[str, str]:
     found = {}
     for name in sorted(env):
         if name in ours or name.startswith(("RINGLET_", "HOROVOD_", *_FAMILIES)):
-            found[name] = "(set, not shown)" if _SECRET.search(name) else env[name]
+            found[name] = "(set, not shown)" if is_credential(name) else env[name]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Where Numba keeps compiled kernels: it runs what it finds there, whoever has made it."""
+"""Where Numba keeps compiled kernels: whoever may write there should be this user alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.safe_files import on_the_way, planted_in
@@ -14,12 +15,19 @@ _PACKAGES = ("ringlet", "ringlet.compressors", "ringlet.fusion", "ringlet.ring")
 
 
 def refuse_strangers_kernels(env: Mapping[str, str]) -> None:
-    """Raise LaunchError where kernels would be loaded that another user may have put there."""
+    """Raise LaunchError where kernels would be kept that another user may have put there.
+
+    A folder that is absent is made, for this user alone: otherwise a stranger could do so later.
+    """
     place = env.get("NUMBA_CACHE_DIR")
-    if not place or not os.path.isdir(place):
+    if not place:
         return
     found = on_the_way(place)
-    if not found and (strangers := planted_in(place)):
+    if not found:
+        with suppress(OSError):  # where it cannot be made, Numba takes another one
+            os.makedirs(place, mode=0o700, exist_ok=True)
+        found = on_the_way(place)
+    if not found and os.path.isdir(place) and (strangers := planted_in(place)):
         ours = _folders()
         found = next((each for each in strangers if os.path.basename(each) in ours), "")
     if found:

@@ -26,7 +26,7 @@ from ringlet.ring.elastic.placement_engine import PlacementEngine, StartedMember
 from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.elastic.signs_of_life import SignsOfLife
 from ringlet.ring.errors import LOST_PEER, LaunchError
-from ringlet.ring.hosts.forwarding import forwarded
+from ringlet.ring.hosts.forwarding import forwarded, without_credentials
 from ringlet.ring.hosts.hosts import Host, Seat, bare, is_here
 from ringlet.ring.hosts.interfaces import launcher_address
 from ringlet.ring.hosts.remote import Reach, start_agent
@@ -525,7 +525,8 @@ class Driver:
     def _task(self, number: int) -> dict[str, Any]:
         member = self._membership.members[number]
         rank = self._rank_table.ranks[number]
-        base = self._env if rank.here else forwarded(self._env, self._asked)
+        remote = without_credentials(forwarded(self._env, self._asked))
+        base = self._env if rank.here else remote
         if self._engine is not None:  # whose workers have an environment, and GPUs, of their own
             base = {name: self._env[name] for name in self._asked}
         living = [m for m in self._membership.members.values() if not m.ended]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ringlet.ring.descriptors import limit_as_before
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.hosts.forwarding import START
+from ringlet.ring.hosts.forwarding import START, is_credential
 from ringlet.ring.hosts.hosts import bare
 
 AGENT = [sys.executable, "-P", "-m", "ringlet.ring.launch.agent"]
@@ -86,9 +86,11 @@ def start_agent(
     """Have ``host`` run what ``order`` says, in this directory; return the remote shell.
 
     ``env`` is this job's environment, of which the command line carries the search paths only;
-    ``order``, with the job's secret, goes over the standard input, whose end tells the agent that
-    the launcher has gone. Raises LaunchError if the shell cannot be started.
+    ``order``, with the job's secret and the credentials of ``env``, goes over the standard input,
+    whose end tells the agent that the launcher has gone. Raises LaunchError if the shell cannot be
+    started.
     """
+    credentials = {name: value for name, value in env.items() if is_credential(name)}
     paths = [f"{name}={env[name]}" for name in START if name in env]
     try:
         here = os.getcwd()
@@ -110,7 +112,7 @@ def start_agent(
     limit_as_before(process.pid)
     assert process.stdin is not None
     try:
-        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.write(json.dumps({**order, "credentials": credentials}).encode() + b"\n")
         process.stdin.flush()
     except OSError:
         pass  # it ended at once: whoever waits for its ranks says so

@@ -27,8 +27,9 @@ LEAVE = 3.0  # seconds that programs get to end by themselves once the launcher 
 
 
 def obey(order: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
-    """Start the wrappers; of each, the orders hold variables of its own."""
+    """Start the wrappers; of each, the orders hold variables of its own, and credentials of all."""
     me = os.getpid()
+    os.environ.update(order.get("credentials", {}))  # a remote shell has brought them
     env = wrapper_environment(order["address"], bytes.fromhex(order["secret"]))
     return [
         subprocess.Popen(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.hosts.forwarding import forwarded
+from ringlet.ring.hosts.forwarding import forwarded, without_credentials
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch import start
@@ -57,12 +57,13 @@ class Plan:
         # Hosts that came by themselves have an environment, and GPUs, of their own.
         arrived = reach.arrived is not None
         self.remote_env = dict(env) if arrived else forwarded(self._env, asked)
+        self._remote_told = self.remote_env if arrived else without_credentials(self.remote_env)
         self._users = users_own(self._env, asked)
 
     def task(self, rank: int, address: str) -> dict[str, Any]:
         """Return what the wrapper of ``rank`` is told; the launcher is at ``address``."""
         seat = self.site.seats[rank]
-        base = self.remote_env if seat.host in self.site.elsewhere else self._env
+        base = self._remote_told if seat.host in self.site.elsewhere else self._env
         env = start.rank_environment(
             base, rank, self.size, self.transport, address, seat, self._users
         )

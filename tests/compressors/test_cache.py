@@ -44,7 +44,7 @@ def test_a_second_process_finds_every_kernel_on_disk(tmp_path):
     # A copy of the tests' folder, where most kernels are by now and where other tests still write.
     folder, copy = Path(os.environ["NUMBA_CACHE_DIR"]), tmp_path / "kernels"
     if folder.exists():
-        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.tmp.*"))
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.part"))
     seen = []
     for what in ("warm", "use"):
         code = CODE.format(specs=every_spec(SPECS, ("none",)))

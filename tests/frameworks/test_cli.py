@@ -226,12 +226,15 @@ def test_what_a_bug_report_needs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RINGLET_SECRET", "0123456789abcdef")
+    for name in ("HOROVOD_Secret", "NCCL_token"):
+        monkeypatch.setenv(name, "0123456789abcdef")
     monkeypatch.setenv("RINGLET_SEED", "7")
     monkeypatch.setenv("RINGLET_LOG", "a\x1b[2Jb\nc")
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     assert "0123456789abcdef" not in text
     assert re.search(r"RINGLET_SECRET +\(set, not shown\)", text)
+    assert re.search(r"NCCL_token +\(set, not shown\)", text)
     assert re.search(r"RINGLET_SEED +7", text)
     assert r"a\x1b[2Jb\nc" in text  # a terminal does not obey it
     assert re.search(rf"ringlet +{re.escape(ringlet.__version__)}", text)

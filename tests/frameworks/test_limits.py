@@ -127,6 +127,38 @@ def test_kernels_that_another_user_may_have_made_are_not_loaded(tmp_path, monkey
         init()
 
 
+def test_a_folder_for_kernels_is_made_for_this_user_alone(tmp_path, monkeypatch):
+    """Who else could make it later, while ranks run, would have them load what he likes."""
+    place = tmp_path / "deep" / "numba"
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(place))
+    before = os.umask(0)
+    try:
+        init()
+        shutdown()
+    finally:
+        os.umask(before)
+    assert place.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "numba"))
+    init()  # no such folder can be made: Numba takes another one
+    shutdown()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make links of others")
+def test_a_folder_for_kernels_is_not_made_by_a_strangers_link(tmp_path, monkeypatch):
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    for each in (shared, own):
+        each.mkdir()
+    shared.chmod(0o1777)  # as /tmp is
+    link = shared / "link"
+    link.symlink_to(own)
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(link / "cache"))
+    with pytest.raises(LaunchError, match=f"{link} belongs to another user, who could have"):
+        init()
+    assert not [*own.iterdir()]
+
+
 def test_a_limit_of_threads_is_told_with_what_to_do(monkeypatch):
     start = threading.Thread.start
 

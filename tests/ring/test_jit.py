@@ -4,12 +4,14 @@ import errno
 import importlib.util
 import multiprocessing
 import os
+import pickle
 import shutil
+import stat
 import sys
 
 import numba
 import pytest
-from numba.core.caching import CacheImpl, IndexDataCacheFile
+from numba.core.caching import CacheImpl
 
 from ringlet.ring import jit as jit_module
 from ringlet.ring.jit import jit
@@ -66,14 +68,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_who_saves_while_another_does_keeps_both_kernels(folder, monkeypatch):
-    write = IndexDataCacheFile._open_for_write
+    write = jit_module._FileOfEach._open_for_write
 
     def late(self, path):  # it has decided where; now another writes
-        monkeypatch.setattr(IndexDataCacheFile, "_open_for_write", write)
+        monkeypatch.setattr(jit_module._FileOfEach, "_open_for_write", write)
         assert folder.call(4) == (40, False)
         return write(self, path)
 
-    monkeypatch.setattr(IndexDataCacheFile, "_open_for_write", late)
+    monkeypatch.setattr(jit_module._FileOfEach, "_open_for_write", late)
     assert folder.call(3) == (30, False)
     assert (folder.call(3), folder.call(4)) == ((30, True), (40, True))
 
@@ -268,11 +270,11 @@ def test_a_file_that_was_cut_short_is_written_again(folder, left):
 
 def test_a_file_that_may_not_be_read_is_as_none(folder, monkeypatch):
     def forbidden(self, name):
-        raise PermissionError(name)
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
 
     assert folder.call(3) == (30, False)
     with monkeypatch.context() as patch:
-        patch.setattr(IndexDataCacheFile, "_load_data", forbidden)
+        patch.setattr(jit_module._FileOfEach, "_load_data", forbidden)
         assert folder.call(3) == (30, False)
     assert folder.call(3) == (30, True)
 
@@ -326,7 +328,7 @@ def test_a_kernel_that_a_full_disk_has_no_room_for_works_and_that_is_said_once(
 
     monkeypatch.setattr(jit_module, "_told", set())
     with monkeypatch.context() as patch:
-        patch.setattr(IndexDataCacheFile, "_open_for_write", full)
+        patch.setattr(jit_module._FileOfEach, "_open_for_write", full)
         assert [folder.call(3), folder.call(4)] == [(30, False), (40, False)]
     (said,) = caplog.messages
     assert f"kept in {folder.path}" in said
@@ -346,6 +348,67 @@ def test_kernels_work_where_no_folder_takes_them(folder, monkeypatch, caplog):
     (said,) = caplog.messages
     assert "each process compiles them anew" in said
     assert not folder.files()
+
+
+class Trap:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("how", ["owner", "group", "others", "link", "pipe"])
+def test_a_file_that_another_user_may_have_written_is_not_loaded(
+    folder, tmp_path, monkeypatch, caplog, how
+):
+    if how == "owner" and os.geteuid() != 0:
+        pytest.skip("needs root, to make files of others")
+    monkeypatch.setattr(jit_module, "_told", set())
+    sprung = tmp_path / "sprung"
+    assert folder.call(3) == (30, False)
+    (kept,) = folder.files()
+    trap = tmp_path / "trap" if how == "link" else kept
+    kept.unlink()
+    if how == "pipe":
+        os.mkfifo(kept, 0o644)
+    else:
+        trap.write_bytes(pickle.dumps(Trap(str(sprung))))
+        trap.chmod({"group": 0o664, "others": 0o646}.get(how, 0o644))
+    if how == "link":
+        kept.symlink_to(trap)
+    elif how == "owner":
+        os.chown(kept, 65534, 65534)
+    assert folder.call(3) == (30, False)
+    assert not sprung.exists()
+    said = caplog.messages[0]
+    assert f"not loaded, and are compiled anew, such as {kept} (" in said
+    assert "NUMBA_CACHE_DIR" in said
+    if how != "pipe":  # ours has taken its place
+        assert folder.call(3) == (30, True)
+        assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o022, 0o002, 0])
+def test_kernels_are_found_again_whatever_the_umask(folder, umask):
+    before = os.umask(umask)
+    try:
+        assert folder.call(3) == (30, False)
+    finally:
+        os.umask(before)
+    (kept,) = folder.files()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o644 & ~umask
+    assert folder.call(3) == (30, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have files of root's")
+def test_kernels_that_root_has_compiled_are_loaded_by_all(folder, monkeypatch):
+    """As in a container whose image has them."""
+    assert folder.call(3) == (30, False)
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert folder.call(3) == (30, True)
 
 
 def test_a_locator_that_is_not_there_is_still_an_error(folder, monkeypatch):

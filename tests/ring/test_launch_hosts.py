@@ -27,10 +27,11 @@ from launched_jobs import (
 
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions import WorkerFailed, run
-from ringlet.ring.hosts.forwarding import forwarded
+from ringlet.ring.hosts.forwarding import forwarded, is_credential
 from ringlet.ring.hosts.hosts import Host, Seat, is_here, parse_hosts, read_hostfile, seat
 from ringlet.ring.hosts.interfaces import find_interface, launcher_address
 from ringlet.ring.hosts.remote import Reach, start_agent
+from ringlet.ring.variables import UNDERSTOOD, VARIABLES
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -136,6 +137,33 @@ def test_what_is_forwarded() -> None:
     assert forwarded(kept | private, ["LANG"]) == kept | {"LANG": "C"}
 
 
+CREDENTIALS = """TF_VAR_db_password JAX_api_token HOROVOD_Secret TORCH_CREDENTIALS KERAS_PASSWD
+    NCCL_token HOROVOD_SECRET_KEY TF_APIKEY RINGLET_SECRET RINGLET_STORE_KEY TF_OAUTH2 TORCH_AUTH
+    XLA_ssh_passphrase JAX_HTTP_AUTH_HEADER TF_PROXY_AUTHORIZATION PYTHON_KEYRING_BACKEND
+    NCCL_IB_PKEY_PASSWORD"""
+SETTINGS = """NCCL_IB_PKEY UCX_IB_PKEY JAX_LEGACY_PRNG_KEY TF_GCS_AUTH_MAX_REQUESTS KERAS_AUTHOR
+    TF_AUTHORS XLA_AUTHORITY KERAS_BACKEND PYTHONPATH UCX_KEEPALIVE_INTERVAL NCCL_SOCKET_IFNAME
+    HOROVOD_FUSION_THRESHOLD MPIR_CVAR_CH4_OFI_ENABLE_TAGGED FI_PROVIDER PYTHONPASSES"""
+
+
+def test_credentials_are_not_forwarded_however_they_are_written() -> None:
+    names = CREDENTIALS.split()
+    assert [name for name in names if not is_credential(name)] == []
+    assert forwarded(dict.fromkeys(names, "x")) == {}
+    assert forwarded(dict.fromkeys(names, "x"), ["TORCH_AUTH"]) == {"TORCH_AUTH": "x"}
+
+
+def test_settings_that_only_look_like_credentials_are_forwarded() -> None:
+    settings = dict.fromkeys(SETTINGS.split(), "x")
+    assert forwarded(settings) == settings
+
+
+def test_of_our_own_variables_only_secrets_are_credentials() -> None:
+    ours = [*VARIABLES, *UNDERSTOOD]
+    secret = {"RINGLET_SECRET", "RINGLET_STORE_KEY", "RINGLET_LAUNCHER_SECRET"}
+    assert {name for name in ours if is_credential(name)} == secret
+
+
 def test_interfaces() -> None:
     assert find_interface(["nosuchif0", "lo"]) == ("lo", "127.0.0.1")
     assert launcher_address((), ["127.0.0.2"]) == "127.0.0.1"
@@ -228,6 +256,26 @@ def test_ranks_find_themselves_on_several_hosts(
     assert log.count("127.0.0.2 cd ") == 1  # one shell for the host
     assert "SECRET" not in log
     assert keys.pop() not in log
+    until(lambda: not marked(mark))
+
+
+@pytest.mark.parametrize("kind", [(), ("-np", "4", "--min-np", "4")], ids=["static", "elastic"])
+def test_credentials_go_through_the_remote_shell_and_not_over_the_launchers_link(
+    ringlet: Begin, mark: str, kind: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The link is not encrypted. This shell changes a name where it goes through it."""
+    path = tmp_path / "renaming"
+    path.write_text('#!/bin/sh\nshift\ncd /\nsed -u s/MY_TOKEN/THEIR_TOKEN/ | sh -c "$*"\n')
+    path.chmod(0o755)
+    options = (*kind, "--no-prefix", "-x", "MY_TOKEN=a b", "-x", "MINE=c")
+    job = ringlet(SAY, "gloo", *options, rsh=shlex.quote(str(path)))
+    out, err = job.communicate(timeout=DEADLINE)
+    assert job.returncode == 0, err
+    told = sorted(json.loads(line) for line in out.splitlines())
+    assert [rank for rank, _, _ in told] == [0, 1, 2, 3]
+    names = [(found.get("MY_TOKEN"), found.get("THEIR_TOKEN")) for _, _, found in told]
+    assert names == [("a b", None)] * 2 + [(None, "a b")] * 2
+    assert all(found["MINE"] == "c" for _, _, found in told)
     until(lambda: not marked(mark))
 
 

@@ -13,6 +13,7 @@ from ringlet.ring.safe_files import (
     on_the_way,
     open_own,
     planted_in,
+    read_own,
     replacing,
 )
 
@@ -189,6 +190,72 @@ def test_what_strangers_have_put_into_a_folder_of_all_is_found(tmp_path):
     assert planted_in(shared) == [str(planted)]
     assert on_the_way(planted) == str(planted)
     assert on_the_way(own / "inside") == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make links of others")
+def test_a_folder_that_is_not_there_yet_may_be_on_a_strangers_way(tmp_path):
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    for each in (shared, own):
+        each.mkdir()
+    shared.chmod(0o1777)  # as /tmp is
+    for name, target in ("link", own), ("dangling", own / "gone"):
+        link = shared / name
+        link.symlink_to(target)
+        os.chown(link, 65534, 65534, follow_symlinks=False)
+        for place in (link, link / "cache", link / "cache" / "deep"):
+            assert on_the_way(place) == str(link)
+    (own / "file").touch()
+    for fine in (own / "a" / "b", shared / "a", own / "file" / "a"):
+        assert on_the_way(fine) == ""
+
+
+def test_only_files_that_nobody_else_can_have_written_are_read(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    path.write_bytes(b"own")
+    for mode in (0o600, 0o644, 0o444, 0o755):
+        path.chmod(mode)
+        assert read_own(path) == b"own"
+    for mode in (0o664, 0o646, 0o620):
+        path.chmod(mode)
+        with pytest.raises(PermissionError, match=f"may be written to by other users.*{path}"):
+            read_own(path)
+    path.chmod(0o644)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(PermissionError, match="is a symbolic link"):
+        read_own(tmp_path / "link")
+    os.mkfifo(tmp_path / "pipe", 0o644)
+    for other in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(PermissionError, match="is no file"):
+            read_own(other)
+    with pytest.raises(FileNotFoundError):
+        read_own(tmp_path / "nothing")
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+        with pytest.raises(PermissionError, match="belongs to another user"):
+            read_own(path)
+        os.chown(path, 0, 0)
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+        assert read_own(path) == b"own"  # root's
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "link", "pipe"]
+
+
+def test_on_a_disk_without_owners_or_modes_files_are_ones_own(tmp_path, monkeypatch):
+    """A share may show one owner, and one mode, of all that is on it."""
+    path, usual = tmp_path / "a", os.fstat
+    path.write_bytes(b"own")
+    path.chmod(0o644)
+
+    def shown(descriptor):
+        found = list(usual(descriptor))
+        found[stat.ST_MODE], found[stat.ST_UID] = stat.S_IFREG | 0o777, 4711
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "fstat", shown)
+    assert read_own(path) == b"own"
+    monkeypatch.setattr(os, "fstat", lambda fd: shown(fd) if usual(fd).st_size else usual(fd))
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        read_own(path)
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
