@@ -302,6 +302,7 @@ CAUGHT = {
         "RegroupsWhatIsShared": "memory_moves_to_other_ranks",
         "ScaleStaysZero": "values_may_grow",
         "KeepsTheFirstNaN": "one_overflow_is_survived",
+        "ClearsWhatIsSent": "one_overflow_is_survived",
     },
     "overridden": {
         "FeedbackOfTheMean": "feedback_in_rounds_agrees",
@@ -786,6 +787,7 @@ SAYS = {
     ("shaped", "RowsAndColumnsIn16Bits"): ("(70000, 3)", "does not fit its 16 bits"),
     ("states", "ScaleStaysZero"): ("after 4 gradients of zeros", "stays 0"),
     ("states", "KeepsTheFirstNaN"): ("in step 0", "where nothing is kept yet"),
+    ("states", "ClearsWhatIsSent"): ("suffers from a gradient that is all nan", "isfinite(new)"),
     ("edges", "ReadsWholeBytes"): ("another payload", "min(start + block, x.size)"),
     ("edges", "DecodesByTheNextCell"): ("beside an array of the payload",),
     ("rounds", "SlicesOfRanks"): ("from 1998 to 1999 of 2000 are off", "need not divide x.size"),
