@@ -46,6 +46,8 @@ CAUGHT = {
         "DeltaOfOneSize": "contraction",
         "PredividesTwice": "mean_of_equal_gradients",
         "CompandsSums": "modifier_keeps_promises",
+        "CutsThousandthOff": "unbiased",
+        "CutsWhereItContracts": "contraction",
     },
     "wire": {
         "NarrowIndices": "large_tensors",
@@ -792,6 +794,8 @@ SAYS = {
     ("edges", "DecodesByTheNextCell"): ("beside an array of the payload",),
     ("rounds", "SlicesOfRanks"): ("from 1998 to 1999 of 2000 are off", "need not divide x.size"),
     ("sizes", "AddsUpDifferences"): ("errors add up",),
+    ("claims", "CutsThousandthOff"): ("come out as 0.00391", "the largest magnitude"),
+    ("claims", "CutsWhereItContracts"): ("32 spikes of 1 in 131072 values", "at most 0.5"),
     ("claims", "CompandsSums"): ("behind 'none'", 'combine="gather"'),
     ("ported", "PartOfItsOwn"): ("of rank 0 of 3", "(ctx.rank + ctx.step) %"),
     ("wire", "CountsValuesThatAreGone"): ("looks for payload['values']", "given ['mask'] alone"),
