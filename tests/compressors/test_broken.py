@@ -509,6 +509,8 @@ CAUGHT = {
         "UnitsOfNothing": "gradient_units",
         "SquaresInUnits": "gradient_units",
         "ConsolidatesNothing": "memory_moves_to_other_ranks",
+        "KeepsByRank": "memory_moves_to_other_ranks",
+        "KeepsBySize": "memory_moves_to_other_ranks",
     },
     "longrun": {
         "FeedsBackMinus": "own_feedback_adds_up",
@@ -799,6 +801,7 @@ SAYS = {
     ("claims", "CompandsSums"): ("behind 'none'", 'combine="gather"'),
     ("ported", "PartOfItsOwn"): ("of rank 0 of 3", "(ctx.rank + ctx.step) %"),
     ("wire", "CountsValuesThatAreGone"): ("looks for payload['values']", "given ['mask'] alone"),
+    ("moved", "KeepsBySize"): ("goes on as rank 1 of 2", "ctx.size in a name"),
     ("moved", "ConsolidatesNothing"): ("returns no 'average'",),
     ("with_torch", "TurnsGradientsOff"): ("what torch.set_grad_enabled() sets",),
 }
