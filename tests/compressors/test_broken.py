@@ -889,6 +889,10 @@ def test_a_right_plugin_raises_no_false_alarm(name):
     check_compressor(plugins("right")[name]())
 
 
+def test_error_feedback_makes_up_for_the_length_of_other_options_too():
+    check_compressor(plugins("right")["Ternary"](above=1.9) | ErrorFeedback())
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("module", "name"), SAYS)
 def test_a_message_names_the_cure(module, name):
