@@ -416,6 +416,7 @@ CAUGHT = {
         "ListsByTensor": "leaves_the_program_alone",
         "RecordsItsCalls": "leaves_the_program_alone",
         "MakesItsHistoryAnew": "leaves_the_program_alone",
+        "WarnsOfZeros": "leaves_the_program_alone",
     },
     "launched": {
         "FirstLaunchOnly": "many_tensors_agree",
@@ -782,6 +783,7 @@ SAYS = {
     ("offered", "OneCodeTooMany"): ("takes symmetric=False, bits=8",),
     ("declared", "UnreadOption"): ("nothing looks at the option 'ratio'", "read self.ratio"),
     ("program", "RecordsItsCalls"): ("something in broken.program.RECORD",),
+    ("program", "WarnsOfZeros"): ("divide by zero encountered in log2", "where some values are 0"),
     ("imported", "SeedsItsModule"): ("importing broken.imported changes", "np.random"),
     ("rounds", "FloatLeaders"): ("what round 1 exchanges holds indices as float32",),
     ("rare", "EpsilonAmongRanks"): ("times the result of two ranks",),
