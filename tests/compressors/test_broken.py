@@ -630,6 +630,7 @@ CAUGHT = {
         "EpsilonAmongRanks": "scales_with_its_values",
         "LendsToALibrary": "leaves_its_input_alone",
         "LendsToALibraryInRounds": "leaves_its_input_alone",
+        "FewerOfRankOne": "mean_of_equal_gradients",
     },
     "shaped": {
         "CentresRows": "every_shape_and_name",
@@ -788,6 +789,7 @@ SAYS = {
     ("rounds", "FloatLeaders"): ("what round 1 exchanges holds indices as float32",),
     ("rare", "EpsilonAmongRanks"): ("times the result of two ranks",),
     ("rare", "LendsToALibraryInRounds"): ("cannot be written to, as JAX's cannot",),
+    ("rare", "FewerOfRankOne"): ("what goes by ctx.rank", "how many values are sent"),
     ("offered", "LevelsOfOneSide"): ("with levels=", "if it were", "and not its default"),
     ("values", "DoublesPowersOfTwo"): ("1 and -1 is 2 times as long", "lie just on one"),
     ("shaped", "RowsAndColumnsIn16Bits"): ("(70000, 3)", "does not fit its 16 bits"),
