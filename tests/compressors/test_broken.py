@@ -72,6 +72,7 @@ CAUGHT = {
         "BlocksWithoutCount": "can_be_chained",
         "CountsValuesThatAreGone": "can_be_chained",
         "SizeAmongValues": "can_be_chained",
+        "CallsThemPlaces": "can_be_chained",
         "MasksValues": "compresses_a_tensor",
         "LayoutOfShares": "traits_are_traits",
     },
@@ -806,6 +807,7 @@ SAYS = {
     ("ported", "PartOfItsOwn"): ("of rank 0 of 3", "(ctx.rank + ctx.step) %"),
     ("wire", "CountsValuesThatAreGone"): ("looks for payload['values']", "given ['mask'] alone"),
     ("moved", "KeepsBySize"): ("goes on as rank 1 of 2", "ctx.size in a name"),
+    ("wire", "CallsThemPlaces"): ("define chained_count(payload, n) by payload['places']",),
     ("moved", "ConsolidatesNothing"): ("returns no 'average'",),
     ("with_torch", "TurnsGradientsOff"): ("what torch.set_grad_enabled() sets",),
 }
