@@ -31,6 +31,7 @@ _PLACES = 3072  # elements, each of which is to be sent; another check looks at 
 _FEW_STEPS, _PATIENCE = 12, 20
 _TAIL = 16  # elements at the end, for which another check looks
 _TURNS = 1000  # steps in which each of 64 elements is sent, if one is in every step
+_COUNTED = (10, 110, 210)  # steps between which what grows now and then, by its own count, grows
 _MOVED = 12  # steps in which something of what is remembered is sent, though gradients are zeros
 
 
@@ -63,6 +64,7 @@ def check_memory_does_not_grow(compressor: Compressor) -> None:
         f"what is remembered grows by {sizes[-1] - sizes[-2]} bytes from step {_ROUND_NUMBERS[0]} "
         f"to {_ROUND_NUMBERS[1]}, though not in the {_STEPS.stop} first ones"
     )
+    _check_grows_by_no_count(compressor)
     before = described(states[0])
     zeros, few, spoiled = np.zeros(2000, np.float32), spiky(2000, 1), gaussian(2000, 3)
     spoiled[7] = np.nan
@@ -76,6 +78,19 @@ def check_memory_does_not_grow(compressor: Compressor) -> None:
                 f"ctx.state[{name!r}] was {was}, and is {became} after a step with other values: "
                 "what is kept must not go by values, or no checkpoint fits"
             )
+
+
+def _check_grows_by_no_count(compressor: Compressor) -> None:
+    """Raise AssertionError where what is remembered grows every so many steps, 100 at most."""
+    x, states, sizes = gaussian(16, 1), [State()], list[int]()
+    for step in range(_COUNTED[-1] + 1):
+        simulate(compressor, [x], states, step, shape=(4, 4))
+        if step in _COUNTED:
+            sizes.append(_bytes(states[0]))
+    assert not sizes[0] < sizes[1] < sizes[2], (
+        f"what is remembered of 16 elements has {', '.join(map(str, sizes))} bytes after steps "
+        f"{', '.join(map(str, _COUNTED))}: it grows now and then"
+    )
 
 
 def described(state: Any, name: str = "") -> dict[str, str]:
