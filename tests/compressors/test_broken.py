@@ -284,6 +284,7 @@ CAUGHT = {
         "PaddedMeanOf200": "padding_does_not_leak",
         "PaddedMeanOf1000": "padding_does_not_leak",
         "AddsUpDifferences": "every_part_of_a_large_tensor",
+        "AddsOneByOne": "many_add_up",
     },
     "states": {
         "LargestSoFar": "memory_is_declared",
@@ -802,6 +803,7 @@ SAYS = {
     ("edges", "ReadsWholeBytes"): ("another payload", "min(start + block, x.size)"),
     ("edges", "DecodesByTheNextCell"): ("beside an array of the payload",),
     ("rounds", "SlicesOfRanks"): ("from 1998 to 1999 of 2000 are off", "need not divide x.size"),
+    ("sizes", "AddsOneByOne"): ("come out 0.937 times as long", "Add up in float64"),
     ("sizes", "AddsUpDifferences"): ("errors add up",),
     ("claims", "CutsThousandthOff"): ("come out as 0.00391", "the largest magnitude"),
     ("claims", "CutsWhereItContracts"): ("32 spikes of 1 in 131072 values", "at most 0.5"),
