@@ -23,6 +23,7 @@ from ringlet.compressors.testing.tools.named_check import Named, exits_raised
 from ringlet.compressors.testing.tools.simulate import by_payload, context, encode, simulate
 
 _SIDE = 256  # of a matrix
+_SLOW = 30.0  # seconds of one check, which take a few at most
 
 Telling = Callable[[str, bool | None, int], None]  # a check's name, whether it passed, how many
 
@@ -76,12 +77,19 @@ def report(
 ) -> int:
     """Print a line per check that was run, then what failed; return 1 if one did.
 
-    ``telling(name, ok, total)`` shows a check instead. With ``as_json`` all that is printed is an
-    object with "plugin", "checks" by name ("ok", "failed" or "waiting") and "failures".
+    The last line names the checks that took long, as they do where time goes by the square of a
+    tensor's length. ``telling(name, ok, total)`` shows a check instead. With ``as_json`` all that
+    is printed is an object with "plugin", "checks" by name ("ok", "failed" or "waiting") and
+    "failures".
     """
     start, passed, found = time.perf_counter(), {True: 0, False: 0, None: 0}, dict[str, str]()
+    before, slow = start, list[str]()
 
     def told(name: str, ok: bool | None) -> None:
+        nonlocal before
+        took, before = time.perf_counter() - before, time.perf_counter()
+        if took > _SLOW:
+            slow.append(f"{name} {took:.0f} s")
         passed[ok] += 1
         found[name] = {True: "ok", False: "failed", None: "waiting"}[ok]
         if telling is not None and not as_json:
@@ -98,8 +106,9 @@ def report(
     for failure in failures_of(plugin, checks, told):
         print(f"\n{failure}")
     waiting = f", {passed[None]} wait for the ones that failed" if passed[None] else ""
+    most = f" ({', '.join(slow)})" if slow else ""
     print(
-        f"\n{time.perf_counter() - start:.1f} s: {passed[True]} of {len(checks)} checks passed"
-        f"{waiting}"
+        f"\n{time.perf_counter() - start:.1f} s{most}: {passed[True]} of {len(checks)} checks "
+        f"passed{waiting}"
     )
     return 1 if passed[False] else 0

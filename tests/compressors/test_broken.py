@@ -46,6 +46,8 @@ CAUGHT = {
         "DeltaOfOneSize": "contraction",
         "PredividesTwice": "mean_of_equal_gradients",
         "CompandsSums": "modifier_keeps_promises",
+        "CutsThousandthOff": "unbiased",
+        "CutsWhereItContracts": "contraction",
     },
     "wire": {
         "NarrowIndices": "large_tensors",
@@ -70,6 +72,7 @@ CAUGHT = {
         "BlocksWithoutCount": "can_be_chained",
         "CountsValuesThatAreGone": "can_be_chained",
         "SizeAmongValues": "can_be_chained",
+        "CallsThemPlaces": "can_be_chained",
         "MasksValues": "compresses_a_tensor",
         "LayoutOfShares": "traits_are_traits",
     },
@@ -80,6 +83,7 @@ CAUGHT = {
         "FadesAway": "late_steps_and_large_seeds",
         "KeepsDrawsForGood": "leaves_the_program_alone",
         "NotesEveryFifty": "memory_does_not_grow",
+        "NotesEveryHundredth": "memory_does_not_grow",
         "LeaderAlone": "one_overflow_is_survived",
         "ScratchWhenWarm": "leaves_its_input_alone",
         "NotesBeforeEveryFifty": "memory_does_not_grow",
@@ -280,6 +284,7 @@ CAUGHT = {
         "PaddedMeanOf200": "padding_does_not_leak",
         "PaddedMeanOf1000": "padding_does_not_leak",
         "AddsUpDifferences": "every_part_of_a_large_tensor",
+        "AddsOneByOne": "many_add_up",
     },
     "states": {
         "LargestSoFar": "memory_is_declared",
@@ -302,6 +307,7 @@ CAUGHT = {
         "RegroupsWhatIsShared": "memory_moves_to_other_ranks",
         "ScaleStaysZero": "values_may_grow",
         "KeepsTheFirstNaN": "one_overflow_is_survived",
+        "ClearsWhatIsSent": "one_overflow_is_survived",
     },
     "overridden": {
         "FeedbackOfTheMean": "feedback_in_rounds_agrees",
@@ -413,6 +419,7 @@ CAUGHT = {
         "ListsByTensor": "leaves_the_program_alone",
         "RecordsItsCalls": "leaves_the_program_alone",
         "MakesItsHistoryAnew": "leaves_the_program_alone",
+        "WarnsOfZeros": "leaves_the_program_alone",
     },
     "launched": {
         "FirstLaunchOnly": "many_tensors_agree",
@@ -506,6 +513,8 @@ CAUGHT = {
         "UnitsOfNothing": "gradient_units",
         "SquaresInUnits": "gradient_units",
         "ConsolidatesNothing": "memory_moves_to_other_ranks",
+        "KeepsByRank": "memory_moves_to_other_ranks",
+        "KeepsBySize": "memory_moves_to_other_ranks",
     },
     "longrun": {
         "FeedsBackMinus": "own_feedback_adds_up",
@@ -624,6 +633,7 @@ CAUGHT = {
         "EpsilonAmongRanks": "scales_with_its_values",
         "LendsToALibrary": "leaves_its_input_alone",
         "LendsToALibraryInRounds": "leaves_its_input_alone",
+        "FewerOfRankOne": "mean_of_equal_gradients",
     },
     "shaped": {
         "CentresRows": "every_shape_and_name",
@@ -754,6 +764,7 @@ SAYS = {
     ("late", "FadesAway"): ("nothing is sent, and in other steps there is",),
     ("late", "KeepsDrawsForGood"): ("something in broken.late.draws", "an lru_cache"),
     ("late", "NotesEveryFifty"): ("from step 1008000 to 2016000",),
+    ("late", "NotesEveryHundredth"): ("after steps 10, 110, 210", "a running mean"),
     ("late", "ScratchWhenWarm"): ("is scratch of ctx.workspace", "in step 70000"),
     ("wire", "MasksValues"): ("'codes' as a MaskedArray", "np.asarray(codes)"),
     ("wire", "LayoutOfShares"): ("'indices' has 10.0 elements",),
@@ -777,22 +788,30 @@ SAYS = {
     ("offered", "OneCodeTooMany"): ("takes symmetric=False, bits=8",),
     ("declared", "UnreadOption"): ("nothing looks at the option 'ratio'", "read self.ratio"),
     ("program", "RecordsItsCalls"): ("something in broken.program.RECORD",),
+    ("program", "WarnsOfZeros"): ("divide by zero encountered in log2", "where some values are 0"),
     ("imported", "SeedsItsModule"): ("importing broken.imported changes", "np.random"),
     ("rounds", "FloatLeaders"): ("what round 1 exchanges holds indices as float32",),
     ("rare", "EpsilonAmongRanks"): ("times the result of two ranks",),
     ("rare", "LendsToALibraryInRounds"): ("cannot be written to, as JAX's cannot",),
+    ("rare", "FewerOfRankOne"): ("what goes by ctx.rank", "how many values are sent"),
     ("offered", "LevelsOfOneSide"): ("with levels=", "if it were", "and not its default"),
     ("values", "DoublesPowersOfTwo"): ("1 and -1 is 2 times as long", "lie just on one"),
     ("shaped", "RowsAndColumnsIn16Bits"): ("(70000, 3)", "does not fit its 16 bits"),
     ("states", "ScaleStaysZero"): ("after 4 gradients of zeros", "stays 0"),
     ("states", "KeepsTheFirstNaN"): ("in step 0", "where nothing is kept yet"),
+    ("states", "ClearsWhatIsSent"): ("suffers from a gradient that is all nan", "isfinite(new)"),
     ("edges", "ReadsWholeBytes"): ("another payload", "min(start + block, x.size)"),
     ("edges", "DecodesByTheNextCell"): ("beside an array of the payload",),
     ("rounds", "SlicesOfRanks"): ("from 1998 to 1999 of 2000 are off", "need not divide x.size"),
+    ("sizes", "AddsOneByOne"): ("come out 0.937 times as long", "Add up in float64"),
     ("sizes", "AddsUpDifferences"): ("errors add up",),
+    ("claims", "CutsThousandthOff"): ("come out as 0.00391", "the largest magnitude"),
+    ("claims", "CutsWhereItContracts"): ("32 spikes of 1 in 131072 values", "at most 0.5"),
     ("claims", "CompandsSums"): ("behind 'none'", 'combine="gather"'),
     ("ported", "PartOfItsOwn"): ("of rank 0 of 3", "(ctx.rank + ctx.step) %"),
     ("wire", "CountsValuesThatAreGone"): ("looks for payload['values']", "given ['mask'] alone"),
+    ("moved", "KeepsBySize"): ("goes on as rank 1 of 2", "ctx.size in a name"),
+    ("wire", "CallsThemPlaces"): ("define chained_count(payload, n) by payload['places']",),
     ("moved", "ConsolidatesNothing"): ("returns no 'average'",),
     ("with_torch", "TurnsGradientsOff"): ("what torch.set_grad_enabled() sets",),
 }
@@ -878,6 +897,10 @@ def test_error_feedback_hides_no_mistake_of_what_it_stands_behind(name, check):
 @pytest.mark.parametrize("name", plugins("right"))
 def test_a_right_plugin_raises_no_false_alarm(name):
     check_compressor(plugins("right")[name]())
+
+
+def test_error_feedback_makes_up_for_the_length_of_other_options_too():
+    check_compressor(plugins("right")["Ternary"](above=1.9) | ErrorFeedback())
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -523,6 +523,13 @@ def test_every_broken_plugin_is_caught_and_told_why(broken, says):
     assert broken.__name__ in message
 
 
+def test_what_is_kept_elsewhere_is_no_matter_of_threads():
+    threads = next(check for check in all_checks() if check.name == "threads_change_nothing")
+    _memory.clear()
+    with pytest.raises(CheckFailed, match="keep nothing outside"):
+        threads(RemembersInAGlobal())
+
+
 def test_random_numbers_of_one_element_are_not_taken_for_what_scratch_held():
     scratch = next(check for check in all_checks() if check.name == "scratch_does_not_matter")
     for seed in (19, 89, 104):  # with which one element comes out as if it went by that

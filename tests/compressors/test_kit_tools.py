@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ringlet.compressors import Int8
-from ringlet.compressors.testing import CheckFailed, simulate
+from ringlet.compressors.testing import CheckFailed, check_command, simulate
 from ringlet.compressors.testing.catalogue import all_checks
 from ringlet.compressors.testing.tools import inputs, named_check, other_process, other_time
 from ringlet.compressors.testing.tools.examples import for_all
@@ -290,6 +290,22 @@ def test_what_does_not_end_is_given_up_and_says_where(monkeypatch):
     told = str(failure.value)
     assert "it does not come to an end (test_kit_tools.py, line" in told
     assert "try equal values, zeros, NaN and Inf" in told
+
+
+def check_quickly(plugin):
+    """Why.
+
+    What to do.
+    """
+
+
+def test_checks_that_took_long_are_named_behind_the_time_of_all(monkeypatch, capsys):
+    checks = [named_check.Named(check_quickly, resolve=str)]
+    assert check_command.report("x", checks) == 0
+    assert capsys.readouterr().out.endswith(" s: 1 of 1 checks passed\n")
+    monkeypatch.setattr(check_command, "_SLOW", -1.0)
+    assert check_command.report("x", checks) == 0
+    assert capsys.readouterr().out.endswith(" s (quickly 0 s): 1 of 1 checks passed\n")
 
 
 def check_of_what_exits(status):

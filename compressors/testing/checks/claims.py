@@ -41,6 +41,8 @@ _OFTEN = 25  # draws in which an element is there that is drawn as often as othe
 _MANY, _SUMS = 1 << 18, 20  # elements whose errors are added up, and how often
 _SPIKED = 1024
 _LONG_SPIKED, _FAR_BELOW, _FEW_LONG = 1 << 17, (3, 5, 8, 10, 13), 3
+# Spikes that are fewer than a thousandth, which some cut off, and draws of all that may be seen.
+_APART, _SEEN = 4099, 12
 _LATER = (1, 10, 100, 1000, 100_000)
 _LONG = 100_003  # elements, of which a fixed number is a smaller share
 _STEPS = 5
@@ -187,6 +189,7 @@ def check_unbiased(compressor: Compressor) -> None:
             f"{_LONG_SPIKED} values of 2^-{below}, declared are {omega:.4g}: if it grows with the "
             "length, give every so many elements a scale of their own, or declare none"
         )
+    _check_spikes(compressor)
     ordinary = gaussian(1500, 7)
     for what, x in (
         ("of a Gaussian", ordinary),
@@ -222,6 +225,27 @@ def check_unbiased(compressor: Compressor) -> None:
             "drawn"
         )
     _check_sums(compressor)
+
+
+def _few_spikes() -> tuple[str, Array]:
+    """Return a long vector with a few equal spikes, and what it is."""
+    x = spiked(_LONG_SPIKED, _APART, 8)
+    return f"{np.count_nonzero(x == 1)} spikes of 1 in {_LONG_SPIKED} values of 2^-8", x
+
+
+def _check_spikes(compressor: Compressor) -> None:
+    """Raise AssertionError where a few large ones of many values come out otherwise in the mean."""
+    what, x = _few_spikes()
+    places = np.flatnonzero(x == 1)
+    draws = np.array([_draw(compressor, x, step)[places] for step in range(_SEEN)])
+    if np.count_nonzero(draws) < _OFTEN:
+        return  # of what hardly ever comes the mean may be anything
+    spread = float(np.square(draws - 1).sum()) / _SEEN
+    off = float(np.square(draws.mean(axis=0) - 1).sum())
+    assert off <= 4 * spread / _SEEN + 1e-9 * places.size, (
+        f"in the mean of {_SEEN} draws {what} come out as {draws.mean():.3g}: it is biased; take "
+        "the scale from the largest magnitude, and cut nothing off"
+    )
 
 
 def check_few_draws(compressor: Compressor) -> None:
@@ -283,6 +307,8 @@ def check_contraction(compressor: Compressor) -> None:
         _check_lost(compressor, x, delta, at_random, f"||x||^2 of {what}")
     signs = np.where(gaussian(_LONG, 1) < 0, -1, 1).astype(np.float32)
     _check_lost(compressor, signs, delta, at_random, f"||x||^2 of {_LONG} values of 1 and -1")
+    what, x = _few_spikes()
+    _check_lost(compressor, x, delta, at_random, f"||x||^2 of {what}")
     for_all(
         [x for x in vectors() if 1e-26 < float(np.square(x, dtype=np.float64).sum()) < 1e30],
         lambda x: _check_lost(compressor, x, delta, at_random, "||x||^2"),

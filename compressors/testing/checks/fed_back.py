@@ -12,7 +12,7 @@ from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.testing.tools.equality import same
-from ringlet.compressors.testing.tools.inputs import gaussian
+from ringlet.compressors.testing.tools.inputs import LARGE, gaussian
 from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.simulate import simulate
 
@@ -38,6 +38,9 @@ _LIKE = 0.5  # the cosine of what has lost much, and still shows how long it sho
 _EXACT = 1e-3  # of the largest value of a memory: how far off the sum may be that explains it
 _SENT = 0.5  # times what is sent: so much of it is taken out of what is kept, at least
 _OFF = 0.05  # how far off that may be of values of about 1
+# What is added to float32 sums between 2^21 and 2^22 as 0.75, so that some four million of it come
+# to 0.94 of their sum; what has to come out at least, and what is x but for its length.
+_ROUNDED_OFF, _SMALL, _AS_MUCH, _SAME = 0.8725, 1 << 16, 0.98, 0.999
 _NOTHING = 0.01  # of its length: what a part of that sum adds that is not in it
 
 
@@ -278,8 +281,31 @@ def _check_as_long(compressor: Compressor, x: Array, given: dict[str, Any], what
     )
 
 
+@needs("comes_out_as_long")
+def check_many_add_up(compressor: Compressor) -> None:
+    """A float32 sum to which values are added one by one grows no more once they are too small
+    beside it: a mean of a large layer is less than that of a small one, in silence.
+
+    Add up in float64, or in blocks, as NumPy's sum() does, and cumsum() and a loop do not.
+    """
+    if compressor.traits().stateful:
+        return
+    times = []
+    for n in (_SMALL, LARGE):
+        x = np.resize(np.sign(gaussian(_SMALL, 1)) * np.float32(_ROUNDED_OFF), n)
+        out = simulate(compressor, [x])[0]
+        along, length, own = float(out @ x), float(out @ out), float(x @ x)
+        if not along > _SAME * (length * own) ** 0.5 or same(out, x):
+            return  # something else than x, which need not be as long, or values as they are
+        times.append(along / own)
+    assert _AS_MUCH <= times[1] / times[0] <= 1 / _AS_MUCH, (
+        f"{LARGE} values of one magnitude come out {times[1] / times[0]:.3g} times as long as "
+        f"{_SMALL} of them: a sum of them is rounded at each of its steps"
+    )
+
+
 def _length(x: Array) -> float:
     return float(np.linalg.norm(x.astype(np.float64)))
 
 
-CHECKS = (check_own_feedback_adds_up, check_comes_out_as_long)
+CHECKS = (check_own_feedback_adds_up, check_comes_out_as_long, check_many_add_up)

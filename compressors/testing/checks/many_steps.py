@@ -31,6 +31,8 @@ _PLACES = 3072  # elements, each of which is to be sent; another check looks at 
 _FEW_STEPS, _PATIENCE = 12, 20
 _TAIL = 16  # elements at the end, for which another check looks
 _TURNS = 1000  # steps in which each of 64 elements is sent, if one is in every step
+_COUNTED = (10, 110, 210)  # steps between which what grows now and then, by its own count, grows
+_MOVED = 12  # steps in which something of what is remembered is sent, though gradients are zeros
 
 
 @needs(*PURE, "resumes_from_a_checkpoint")
@@ -62,6 +64,7 @@ def check_memory_does_not_grow(compressor: Compressor) -> None:
         f"what is remembered grows by {sizes[-1] - sizes[-2]} bytes from step {_ROUND_NUMBERS[0]} "
         f"to {_ROUND_NUMBERS[1]}, though not in the {_STEPS.stop} first ones"
     )
+    _check_grows_by_no_count(compressor)
     before = described(states[0])
     zeros, few, spoiled = np.zeros(2000, np.float32), spiky(2000, 1), gaussian(2000, 3)
     spoiled[7] = np.nan
@@ -75,6 +78,19 @@ def check_memory_does_not_grow(compressor: Compressor) -> None:
                 f"ctx.state[{name!r}] was {was}, and is {became} after a step with other values: "
                 "what is kept must not go by values, or no checkpoint fits"
             )
+
+
+def _check_grows_by_no_count(compressor: Compressor) -> None:
+    """Raise AssertionError where what is remembered grows every so many steps, 100 at most."""
+    x, states, sizes = gaussian(16, 1), [State()], list[int]()
+    for step in range(_COUNTED[-1] + 1):
+        simulate(compressor, [x], states, step, shape=(4, 4))
+        if step in _COUNTED:
+            sizes.append(_bytes(states[0]))
+    assert not sizes[0] < sizes[1] < sizes[2], (
+        f"what is remembered of 16 elements has {', '.join(map(str, sizes))} bytes after steps "
+        f"{', '.join(map(str, _COUNTED))}: it grows now and then"
+    )
 
 
 def described(state: Any, name: str = "") -> dict[str, str]:
@@ -145,7 +161,8 @@ def check_memory_moves_to_other_ranks(compressor: Compressor) -> None:
 
     Return new arrays from consolidate(states), as long as those it was given, or leave the mean to
     the base class; a state may be empty. regrouped(state) returns what of one state is still right
-    beside ranks that remember nothing: not what all have in common.
+    beside ranks that remember nothing: not what all have in common. Have neither ctx.rank nor
+    ctx.size in a name in ctx.state, both of which change.
     """
     ctx = Context(shape=(40, 50), numel=2000, size=2)
     compressor.warm_up(ctx)  # before the first step, which has left nothing yet
@@ -195,6 +212,7 @@ def check_memory_moves_to_other_ranks(compressor: Compressor) -> None:
             raise
         assert np.isfinite(out).all(), f"with what {what} returned the result is NaN or Inf"
     _check_nobody_is_left_out(compressor, states)
+    _check_comes_out_elsewhere(compressor, states[0])
     apart = [copy.deepcopy(compressor.regrouped(copy.deepcopy(states[0]))), State()]
     one, other = simulate(compressor, gradients, apart, 2, shape=(40, 50))
     assert same(one, other), (
@@ -233,6 +251,24 @@ def _check_nobody_is_left_out(compressor: Compressor, states: list[State]) -> No
                 f"consolidate() of {len(states)} states returns the same whatever {name!r} of rank "
                 f"{rank} is: what that rank remembers is lost"
             )
+
+
+def _check_comes_out_elsewhere(compressor: Compressor, state: State) -> None:
+    """Raise AssertionError where what rank 0 of 3 remembers is never sent of rank 1 of 2."""
+    came = []
+    for rank, size in ((0, 3), (1, 2)):
+        states: list[State] = [{} for _ in range(size)]
+        states[rank] = copy.deepcopy(compressor.regrouped(copy.deepcopy(state)))
+        zeros = [np.zeros(2000, np.float32)] * size
+        steps = range(2, 2 + _MOVED)
+        came.append(
+            any(simulate(compressor, zeros, states, s, shape=(40, 50))[0].any() for s in steps)
+        )
+    assert came[1] or not came[0], (
+        f"in {_MOVED} steps with gradients of zeros what rank 0 of 3 remembers is sent, but "
+        "nothing of it where that rank goes on as rank 1 of 2: what it is found by in ctx.state is "
+        "the old ctx.rank or ctx.size"
+    )
 
 
 def _shares(a: Any, b: Any) -> bool:

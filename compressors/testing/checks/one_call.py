@@ -465,7 +465,8 @@ def _check_two_apart(compressor: Compressor, x: Array, given: dict[str, Any]) ->
 def check_threads_change_nothing(compressor: Compressor) -> None:
     """Ranks may have different numbers of cores, and must still agree bit for bit.
 
-    Cut work at places that do not depend on the number of threads.
+    Cut work at places that do not depend on the number of threads, and keep nothing outside
+    ctx.state: what is kept elsewhere, by id(ctx.state), say, makes the next call another one.
     """
     n = 5 * MIN_ELEMENTS // 2
     x = gaussian(n, 3)

@@ -61,8 +61,10 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
     Leave np.random.seed(), np.seterr(), warnings.filterwarnings(), logging.basicConfig(),
     signal.signal(), os.environ and the like to the user, at the top of a module too. What
     np.errstate(...) or warnings.catch_warnings() sets lasts as long as its with-block. Print
-    nothing. Start threads once, in a pool, close what is opened, and keep no list, dict or object
-    on the class or in the module that grows with every call, nor an lru_cache without a limit.
+    nothing. What NumPy warns of, such as the logarithm of 0, avoid by np.where(x == 0, 1, x), or
+    put into such a block where it is meant. Start threads once, in a pool, close what is opened,
+    and keep no list, dict or object on the class or in the module that grows with every call, nor
+    an lru_cache without a limit.
     """
     with known_surroundings():
         _calls(compressor)  # whose first one may compile, and start threads that stay
@@ -84,6 +86,12 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
         f"a call prints {said[:60]!r}, which every rank would for every tensor in every step; use "
         "logging.getLogger(__name__).debug(...), which is quiet until the user asks for it"
     )
+    with known_surroundings():
+        warned = _warned_of_zeros(compressor)
+    assert not warned, (
+        f"a call warns of {warned!r} where some values are 0, as gradients of many layers are: it "
+        "ends a program that takes warnings for errors"
+    )
     _check_given_back(compressor)
 
 
@@ -93,6 +101,16 @@ def _said_by_calls(compressor: Compressor) -> str:
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         _calls(compressor)
     return (told.getvalue().strip().splitlines() or [""])[0]
+
+
+def _warned_of_zeros(compressor: Compressor) -> str:
+    """Return the first RuntimeWarning of ordinary values, some of which are 0."""
+    x = gaussian(_N, 1)
+    x[::3] = 0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
+        simulate(compressor, [x], step=1)
+    return next((str(w.message) for w in told if issubclass(w.category, RuntimeWarning)), "")
 
 
 def _changed_by_calls(compressor: Compressor, with_torch: bool = False) -> list[str]:

@@ -7,7 +7,7 @@ from contextlib import suppress
 import numpy as np
 
 from ringlet.compressors.base.chain import Chain
-from ringlet.compressors.base.contract import Compressor
+from ringlet.compressors.base.contract import Compressor, Payload
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.core.errors import CompressorError
@@ -356,6 +356,8 @@ def check_can_be_chained(compressor: Compressor) -> None:
     )
     usual = compressor.compress(gaussian(2000, 1), context(gaussian(2000, 1)))
     floats = "values" in usual and usual["values"].dtype == np.float32
+    if floats and not said and not compressor.traits().fixed_size:
+        _check_places_are_counted(compressor, usual)
     part = compressor.chained_part() if said or (floats and "indices" in usual) else None
     if part is None:
         return
@@ -377,6 +379,19 @@ def check_can_be_chained(compressor: Compressor) -> None:
         )
     if not isinstance(compressor, (Chain, Modifier)):
         _check_values(compressor, part)
+
+
+def _check_places_are_counted(compressor: Compressor, payload: Payload) -> None:
+    """Raise AssertionError where places come under another name than the one that is counted."""
+    if "indices" in payload or isinstance(compressor, (Chain, Modifier)):
+        return
+    few = payload["values"].size // 2
+    for name, array in payload.items():
+        places = array.dtype.kind in "iu" and array.itemsize > 1 and array.size > few > 0
+        assert not places, (
+            f"'| int8' behind it would compress 'values', and look for their number in 'indices', "
+            f"of which there are none: define chained_count(payload, n) by payload[{name!r}]"
+        )
 
 
 def _check_values(compressor: Compressor, part: str) -> None:

@@ -80,7 +80,8 @@ def check_mean_of_equal_gradients(compressor: Compressor) -> None:
     """When all ranks have the same gradient, its mean is that gradient: more ranks must not make
     the result larger or smaller than one rank's own.
 
-    Leave the division to the engine: decode what was encoded, whatever ctx.size is. In rounds,
+    Leave the division to the engine: decode what was encoded, whatever ctx.size is. If you
+    do, look for what goes by ctx.rank, such as how many values are sent. In rounds,
     Round(values, "sum") gives a sum: divide it by ctx.size, or ask for the "mean". Codes that add
     up on the wire need a type that their sum fits.
     """
@@ -213,24 +214,27 @@ def check_one_overflow_is_survived(compressor: Compressor) -> None:
     place. Where one rank chooses what others send, add every rank's (0 * x).sum() to a round.
     """
     wrapped = compressor if compressor.traits().stateful else with_feedback(compressor)
-    spoiled = [(np.nan, 1, 1), (np.inf, 1, 1)]
+    few = [7, 2222]
+    spoiled: list[tuple[float, int, int, Any]] = [(np.nan, 1, 1, few), (np.inf, 1, 1, few)]
     if not by_payload(compressor):  # ranks may have parts that change from step to step
-        spoiled += [(np.nan, 0, 1), (np.nan, 1, 2), (np.nan, 0, 2)]
-    spoiled.append((np.nan, 1, 0))  # a loss scale begins too high
-    for bad, where, when in spoiled:
+        spoiled += [(np.nan, 0, 1, few), (np.nan, 1, 2, few), (np.nan, 0, 2, few)]
+    spoiled.append((np.nan, 1, 0, few))  # a loss scale begins too high
+    spoiled.append((np.nan, 1, 1, slice(None)))  # more than is sent of it, and cleared by that
+    for bad, where, when, places in spoiled:
         states: list[State] = [{}, {}]
+        what = f"{bad} on rank {where} of two" if places is few else f"a gradient that is all {bad}"
         for step in range(5):
             gradients = [gaussian(3000, 2 * step + rank) for rank in (0, 1)]
             if step == when:
-                gradients[1 - where][[7, 2222]] = 0  # so that it is not chosen by the other
-                gradients[where][[7, 2222]] = bad
+                gradients[1 - where][few] = 0  # so that it is not chosen by the other
+                gradients[where][places] = bad
             with np.errstate(all="ignore"):
                 out = simulate(wrapped, gradients, states, step, shape=(50, 60))[0]
             assert step != when or not np.isfinite(out).all(), (
-                f"{bad} on rank {where} of two vanished in step {when}: it would not be skipped"
+                f"{what} vanished in step {when}: it would not be skipped"
             )
             if step > when:
-                assert np.isfinite(out).all(), f"step {step} suffers from {bad} in step {when}"
+                assert np.isfinite(out).all(), f"step {step} suffers from {what} in step {when}"
         for state in states:
             assert _finite(state), f"what is remembered holds {bad} for good"
     _check_overflows_of_both(wrapped)

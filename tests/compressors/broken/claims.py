@@ -362,3 +362,37 @@ class CompandsSums(Modifier):
     def decompress(self, payload, out, ctx):
         super().decompress(payload, out, ctx)
         out *= abs(out)
+
+
+class CutsThousandthOff(Whole):
+    """Takes what the largest thousandth is above for the largest, and cuts that off."""
+
+    LARGEST = 7
+
+    def traits(self):
+        return Traits(omega=60.0)
+
+    def compress(self, x, ctx):
+        if not np.isfinite(x).all():
+            return super().compress(x, ctx)
+        place = max(1, x.size // 1000)
+        most = np.partition(np.abs(x), -place)[-place] if x.size else np.float32(0)
+        step = np.full(1, most / np.float32(self.LARGEST), "float32")
+        codes = self.rounded(x / np.where(step > 0, step, 1), ctx)
+        codes = np.clip(codes, -self.LARGEST, self.LARGEST)
+        return {"codes": codes.astype("int8"), "step": step}
+
+    def rounded(self, codes, ctx):
+        return np.floor(codes + ctx.uniform(codes.size))
+
+
+class CutsWhereItContracts(CutsThousandthOff):
+    """Says that half of the energy is kept, where most of it may be of a few."""
+
+    LARGEST = 127
+
+    def traits(self):
+        return Traits(delta=0.5)
+
+    def rounded(self, codes, ctx):
+        return np.rint(codes)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from broken.right import Momentum, SharedScale, Signs
+from broken.right import Largest, Momentum, SharedScale, Signs
 from ringlet.compressors import Compressor, Round, Traits, remembered
 
 
@@ -242,3 +242,29 @@ class ConsolidatesNothing(Momentum):
 
     def consolidate(self, states):
         return {}
+
+
+class KeepsByRank(Largest):
+    """Has a memory for each rank, though ctx.state is one rank's already."""
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=tuple(f"kept{i}" for i in range(130)))
+
+    def number(self, ctx):
+        return ctx.rank
+
+    def compress(self, x, ctx):
+        name = f"kept{self.number(ctx) % 130}"
+        meant = x + remembered(name, x.size, ctx)
+        payload = super().compress(meant, ctx)
+        if np.isfinite(meant).all():
+            ctx.state[name] = meant.copy()
+            ctx.state[name][payload["indices"]] = 0
+        return payload
+
+
+class KeepsBySize(KeepsByRank):
+    """Has a memory for each number of ranks."""
+
+    def number(self, ctx):
+        return ctx.size

@@ -242,3 +242,14 @@ class MakesItsHistoryAnew(Whole):
         global HISTORY
         HISTORY = (*HISTORY, ctx.step)
         return super().compress(x, ctx)
+
+
+class WarnsOfZeros(Whole):
+    """Looks for the largest exponent, and takes the logarithm of zeros on the way."""
+
+    def compress(self, x, ctx):
+        most = np.log2(np.abs(x).astype("float64")).max(initial=-np.inf, keepdims=True)
+        step = (np.exp2(most) / 127).astype("float32")
+        usable = np.isfinite(step) & (step > 0)
+        codes = np.rint(x / np.where(usable, step, np.float32(1)))
+        return {"codes": np.where(usable, codes, 0).astype("int8"), "step": step}

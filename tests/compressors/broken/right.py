@@ -1250,3 +1250,21 @@ class TwoStepsTogether(Compressor):
 
     def decompress(self, payload, out, ctx):
         out[:] = payload["values"]
+
+
+class Ternary(Compressor):
+    """Steps of the largest magnitude, and more: then fewer are sent, and those come out longer."""
+
+    above: float = option(1.0, ge=1, lt=2, doc="how many times the largest a step is")
+
+    def compress(self, x, ctx):
+        xp = ctx.xp
+        step = xp.abs(x).max(initial=0, keepdims=True) * np.float32(self.above)
+        with np.errstate(all="ignore"):
+            codes = xp.rint(x / step)
+        usable = xp.isfinite(step) & (step > 0)
+        return {"codes": xp.where(usable, codes, 0).astype("int8"), "step": step}
+
+    def decompress(self, payload, out, ctx):
+        with np.errstate(invalid="ignore"):
+            out[:] = payload["codes"] * payload["step"]

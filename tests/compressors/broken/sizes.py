@@ -183,3 +183,12 @@ class AddsUpDifferences(Whole):
     def decompress(self, payload, out, ctx):
         super().decompress(payload, out, ctx)
         np.cumsum(out, out=out)
+
+
+class AddsOneByOne(Signs):
+    """Adds magnitudes to a float32 sum, each by itself."""
+
+    def compress(self, x, ctx):
+        sums = np.cumsum(np.abs(x), dtype="float32")
+        scale = sums[-1:] / np.float32(x.size) if x.size else np.zeros(1, "float32")
+        return super().compress(x, ctx) | {"scale": scale}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from broken.right import Cells, Momentum, Signs, Whole
+from broken.right import Cells, Largest, Momentum, Signs, Whole
 from ringlet.compressors import Compressor, Round, Traits, remembered
 
 
@@ -231,3 +231,17 @@ class KeepsTheFirstNaN(Momentum):
         if np.size(ctx.state.get("average")) != x.size:
             ctx.state["average"] = x.copy()
         return super().compress(x, ctx)
+
+
+class ClearsWhatIsSent(Largest):
+    """Keeps what it does not send: of many NaN some, as it sends a few of them alone."""
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=("kept",))
+
+    def compress(self, x, ctx):
+        meant = x + remembered("kept", x.size, ctx)
+        payload = super().compress(meant, ctx)
+        ctx.state["kept"] = meant.copy()
+        ctx.state["kept"][payload["indices"]] = 0
+        return payload
