@@ -80,8 +80,8 @@ def check_mean_of_equal_gradients(compressor: Compressor) -> None:
     """When all ranks have the same gradient, its mean is that gradient: more ranks must not make
     the result larger or smaller than one rank's own.
 
-    Leave the division to the engine: decode what was encoded, whatever ctx.size is. If you
-    do, look for what goes by ctx.rank, such as how many values are sent. In rounds,
+    Leave the division to the engine: decode what was encoded, whatever ctx.size is. If it
+    is so already, look for what goes by ctx.rank, such as how many values are sent. In rounds,
     Round(values, "sum") gives a sum: divide it by ctx.size, or ask for the "mean". Codes that add
     up on the wire need a type that their sum fits.
     """
