@@ -23,7 +23,11 @@ from ringlet.shared.model_agreement import unique
 from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
 from ringlet.shared.wrapping import wrapped
 from ringlet.tensorflow.ops.bridge import as_written, in_plain_graph
-from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES, reduced_differentiably
+from ringlet.tensorflow.ops.gradient_node import (
+    BROADCAST_VARIABLES,
+    mark_reduced,
+    reduced_differentiably,
+)
 from ringlet.tensorflow.ops.tensors import divided
 from ringlet.tensorflow.ops.topology_ops import size_of
 from ringlet.tensorflow.tape_turns import KIND, TITLE, TapeReducer
@@ -85,6 +89,7 @@ class _Distributed:
         chosen = cohorts(variables, self._ringlet_groups)
         given = [flat_gradients[i] for i in shared]
         done = reduced_differentiably(reducer, variables, names, given, chosen)
+        mark_reduced(done, process_set)
         for i, gradient in zip(shared, done, strict=True):
             results[i] = gradient
         return tf.nest.pack_sequence_as(sources, results)

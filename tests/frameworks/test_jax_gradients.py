@@ -663,6 +663,19 @@ def case_what_one_spec_held_back_another_delivers():
             assert np.abs(left).max() < 1e-2
 
 
+def case_adasum_of_casts():
+    """Steps of different directions add up; what travels is of 16 bits, and what comes is not."""
+    rank, size = hvd.rank(), hvd.size()
+    given = {"w": jnp.zeros((size, 2)).at[rank].set(jnp.array([2.0, 1e-9]))}
+    for spec, least in (("none", 1e-9), ("fp16", 0.0 if size > 1 else 1e-9)):
+        transformation = hvd.reduce_gradients(spec, op=hvd.Adasum)
+        found, _ = transformation.update(given, transformation.init(given))
+        assert found["w"].dtype == jnp.float32
+        np.testing.assert_allclose(found["w"], [[2.0, least]] * size, rtol=1e-6)
+    with pytest.raises(ValueError, match="op=Adasum needs compression 'none', 'fp16' or 'bf16'"):
+        hvd.reduce_gradients("int8 | ef", op=hvd.Adasum)
+
+
 def case_no_gradients_on_any_rank():
     transformation = hvd.reduce_gradients("int8 | ef")
     updates, state = transformation.update({}, transformation.init({}))

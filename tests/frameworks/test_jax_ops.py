@@ -227,6 +227,10 @@ def case_trees():
             hvd.broadcast_pytree({"a": jnp.ones(3 + rank)})
     with pytest.raises(TypeError, match="leaf 'c' is of dtype complex64"):
         hvd.broadcast_pytree({"c": jnp.ones(2, jnp.complex64)})
+    with pytest.raises(TypeError, match=r"array is a dict.*jax\.tree\.leaves\(tree\)"):
+        hvd.allreduce({"w": jnp.ones(3)})
+    with pytest.raises(TypeError, match=r"leaf 'f' is a function, 'tanh'.*equinox\.is_array"):
+        hvd.broadcast_pytree({"f": jnp.tanh, "w": jnp.ones(3)})
     with pytest.raises(TypeError, match=r"leaf 's': .* not a valid JAX array type"):
         hvd.broadcast_pytree({"s": "text"})
 

@@ -204,6 +204,54 @@ def case_outer_tape():
         penalty(op=hvd.Adasum)
 
 
+def case_gradients_that_are_reduced_twice_are_told_of():
+    """Sums count each rank's as often as there are ranks."""
+    told = []
+    v = tf.Variable(tf.ones([4, 6]), name="twice")
+
+    def step(optimizer, wrap):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v)
+        optimizer.apply_gradients([(wrap(tape).gradient(loss, v), v)])
+
+    plain = tf.keras.optimizers.SGD(0.1)
+    for run in (step, tf.function(step)):
+        both = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1))
+        with warned(told):
+            for _ in range(2):
+                step(plain, hvd.DistributedGradientTape)
+                step(both, lambda tape: tape)
+            assert told == []
+            for _ in range(2):
+                run(both, hvd.DistributedGradientTape)
+        expected = "the gradient of 'twice', and of 0 more, which a DistributedGradientTape has"
+        assert len(told) == (hvd.rank() == 0)
+        assert all(expected in text for text in told)
+        told.clear()
+
+
+def case_adasum_of_casts():
+    """Steps of different directions add up; what travels is of 16 bits, and what comes is not."""
+    rank, size = hvd.rank(), hvd.size()
+    w = tf.Variable(tf.ones([size, 3]))
+    factors = np.zeros((size, 3), np.float32)
+    factors[rank] = 2.0, 0.5, 1e-9
+
+    def reduced(compression):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * factors)
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Adasum, compression=compression)
+        return tape.gradient(loss, w)
+
+    for run in (reduced, tf.function(reduced)):
+        for compression, least in (("none", 1e-9), (hvd.Compression.fp16, 0.0), ("bf16", 1e-9)):
+            found = run(compression)
+            assert found.dtype == tf.float32
+            np.testing.assert_allclose(found, [[2.0, 0.5, least]] * size, rtol=4e-3)
+    with pytest.raises(ValueError, match="op=Adasum needs compression 'none', 'fp16' or 'bf16'"):
+        reduced("int8 | ef")
+
+
 def case_outer_tape_of_rows():
     """Tables whose gradients travel as rows say how to differentiate them all the same."""
     table = tf.Variable(tf.ones([40000, 2]))

@@ -22,12 +22,22 @@ def operand(value: Any, what: str = "array") -> Any:
 def array_of(value: Any, what: str = "array") -> Any:
     """Return what JAX makes of ``value``, in 32 bits where it has no more.
 
-    Raises TypeError where that is nothing, OverflowError for whole numbers that need 64 bits: of
-    NumPy's JAX would keep the lower 32.
+    Raises TypeError or ValueError where that is nothing, OverflowError for whole numbers that need
+    64 bits: of NumPy's JAX would keep the lower 32.
     """
+    if isinstance(value, dict):
+        raise TypeError(
+            f"{what} is a dict, and not one array: pass jax.tree.leaves(tree) to a grouped_ "
+            "operation, broadcast_pytree(tree), or reduce_gradients(...).update(tree, state)"
+        )
+    if callable(value):
+        raise TypeError(
+            f"{what} is a function, {getattr(value, '__name__', value)!r}, which cannot travel: "
+            "leave it out, as equinox.filter(model, equinox.is_array) does"
+        )
     try:
         array = jnp.asarray(value)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise type(error)(f"{what}: {error}") from None
     if isinstance(value, np.ndarray | np.generic) and array.dtype != value.dtype:
         _refuse_wrapping(value, array.dtype, what)

@@ -21,6 +21,7 @@ from ringlet.ring.errors import RingError
 from ringlet.shared.arrays import allocate, flat
 from ringlet.shared.gradients.gradient_settings import Settings, Slot
 from ringlet.shared.gradients.sparse_rows import RowExchange, check_places, densified
+from ringlet.shared.requests import SUMS, reduced_as
 
 _ROWS = "rows"  # what a step's group holds where all gradients travel as rows
 
@@ -41,15 +42,21 @@ class GradientList:
         self.step = step
         number, op = settings.process_set.number(), settings.op
         self._dense = [slot for slot in slots if settings.dense(slot)]
-        carried = [
-            carrier(settings.router(s.name), s.dtype, math.prod(s.shape), settings.reduction)
-            for s in self._dense
-        ]
+        carried, self._wires = [], dict[str, str]()  # of what is cast before, by name
+        for slot in self._dense:
+            compressor = settings.router(slot.name)
+            wire = reduced_as(slot.dtype, op, compressor)
+            if op not in SUMS:
+                compressor = NoCompression()
+            if wire != slot.dtype:
+                self._wires[slot.name] = wire
+            numel = math.prod(slot.shape)
+            carried.append(carrier(compressor, slot.dtype, numel, settings.reduction))
         requests = [
             Request(
                 slot.name,
                 "allreduce",
-                slot.dtype,
+                self._wires.get(slot.name, slot.dtype),
                 slot.shape,
                 op,
                 str(compressor),
@@ -107,6 +114,7 @@ class GradientList:
         free, given = iter(outputs), iter(arrays)
         results: list[Array | None] = []
         gathering: list[tuple[int, RowExchange]] = []
+        cast: list[tuple[Array, Array]] = []  # results as they travelled, and where they belong
         try:
             for slot in self._slots:
                 parts = [next(given) for _ in range(slot.inputs)]
@@ -123,6 +131,12 @@ class GradientList:
                     densified(parts[0], parts[1], out)
                     source = out
                 results.append(out)
+                if slot.name in self._wires:
+                    (small,) = allocate([self._wires[slot.name]], [slot.shape])
+                    with np.errstate(over="ignore"):  # an overflow is the loss scaler's
+                        small[...] = source
+                    cast.append((small, out))
+                    source = out = small
                 self.group.submit(slot.name, flat(source), flat(out))
             if not self._dense:
                 self.group.submit(_ROWS, np.ones(1, np.uint8))
@@ -130,6 +144,8 @@ class GradientList:
             self._give_up(error)
             raise
         self.group.wait()
+        for small, out in cast:
+            out[...] = small
         for place, exchange in gathering:
             results[place : place + 2] = exchange.wait()
         self.step += 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ringlet.compressors import Router
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
-from ringlet.shared.requests import check_predivide
+from ringlet.shared.requests import check_predivide, reduced_as
 
 LARGE = 1 << 16  # elements of a table from which its sparse gradients travel as rows
 
@@ -69,6 +69,7 @@ class Settings:
         check_predivide(self.predivide, self.op)
         if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
             raise ValueError(f"op must be Average, Sum or Adasum, not {self.op.name.title()}")
+        reduced_as("float32", self.op, self.router(""))
 
     @property
     def averages(self) -> bool:

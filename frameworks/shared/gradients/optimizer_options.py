@@ -76,7 +76,8 @@ class Options:
     def check_sums(self) -> None:
         """Raise ValueError for an op of which gradients are no sum."""
         if self.op not in SUMS:
-            raise ValueError(f"op must be Average or Sum, not {self.op.name.title()}")
+            adasum = "; DistributedGradientTape takes it" if self.op is ReduceOp.ADASUM else ""
+            raise ValueError(f"op must be Average or Sum, not {self.op.name.title()}{adasum}")
 
     def settings(self, guard: bool = False) -> Settings:
         """Return what a reducer of NumPy arrays needs to know; ``guard`` as there."""

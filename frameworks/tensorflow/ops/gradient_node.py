@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.drift import RATE
@@ -23,10 +25,41 @@ from ringlet.tensorflow.ops.bridge import Output, in_plain_graph, run
 from ringlet.tensorflow.ops.reductions import grouped_allreduce
 from ringlet.tensorflow.ops.tensors import dense, dtype_of
 
+log = logging.getLogger("ringlet")
+
 BROADCAST_VARIABLES = (
     "call hvd.broadcast_variables(variables, root_rank=0) on all ranks before training, or after "
     "the first step, with the optimizer's variables among them"
 )
+
+_TAPED = "_ringlet_taped"  # what a tape has reduced tells among which ranks
+_warned: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+def mark_reduced(gradients: Sequence[Any], process_set: ProcessSet) -> None:
+    """Note that a tape has reduced ``gradients`` among the ranks of ``process_set``."""
+    for gradient in gradients:
+        if gradient is not None:
+            setattr(gradient, _TAPED, process_set)
+
+
+def _warn_of_reduced(
+    reducer: GradientReducer, names: Sequence[str], gradients: Sequence[Any]
+) -> None:
+    """Warn, once, of gradients that a tape has reduced among the same ranks already."""
+    own, pairs = reducer.process_set, zip(names, gradients, strict=True)
+    twice = [name for name, gradient in pairs if getattr(gradient, _TAPED, None) is own]
+    if twice and reducer not in _warned:
+        _warned.add(reducer)
+        if own.included() and own.rank() == 0:
+            log.warning(
+                "%s reduces the gradient of %r, and of %d more, which a DistributedGradientTape "
+                "has reduced already: sums would count each rank's as often as there are ranks. "
+                "Leave the tape, or the optimizer, as it is without Ringlet",
+                reducer.title,
+                twice[0],
+                len(twice) - 1,
+            )
 
 
 def reduced(
@@ -42,6 +75,7 @@ def reduced(
     ``gradients`` are tensors, IndexedSlices, or None for variables that were not used, which stays
     so. Between steps, while ``accumulator`` adds up, the gradients returned mean nothing.
     """
+    _warn_of_reduced(reducer, names, gradients)
     if in_plain_graph():  # a session runs the nodes of several optimizers at once, in any order
         reducer.enlist()
     if accumulator is not None and accumulator.passes == 1:
