@@ -287,6 +287,11 @@ class Membership:
     def _resetting(self, besides: JobMember | None = None) -> bool:
         return any(m.asked for m in self._ranked() if m is not besides)
 
+    def _lost(self) -> list[JobMember]:
+        """Return those whom others have lost, and of whose end nothing is known yet."""
+        ranked = [m for m in self._ranked() if not m.dropped]
+        return [m for m in ranked if not m.asked and m.limit is not None]
+
     def _waiting(self) -> bool:
         return self._finished is None and (self.epoch == 0 or self._resetting())
 
@@ -417,6 +422,7 @@ class Membership:
             self.rules.reset_limit is not None
             and self._resetting()
             and self.epoch > self.rules.reset_limit
+            and (self._failed or not self._lost())  # whose end, or being killed, is the cause
         ):
             what = f"{self.rules.named('reset_limit')} {self.rules.reset_limit} is reached"
             code, why = self._failed or (1, "hosts have changed")

@@ -295,6 +295,22 @@ def test_the_reset_limit():
     assert todo.over == (1, "rank 0 on a failed; --reset-limit 1 is reached")
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_reset_limit_names_who_was_lost_also_where_its_end_is_known_later(ends):
+    members = running([Host("a", 3)], reset_limit=1)
+    members.ended(0, 1, "failed", 1.0)
+    for other in (1, 2):
+        members.asks(other, (), 1.0)
+    assert ranks(members.decide(1.0)) == {1: 0, 2: 1}
+    members.asks(2, (0,), 2.0)
+    assert members.decide(2.0).over is None
+    if not ends:  # it hangs
+        assert members.decide(2.0 + FENCE).kill == [members.members[1]]
+    members.ended(1, 137, "was ended by signal 9 (SIGKILL)", 4.0)
+    expected = "rank 0 on a was ended by signal 9 (SIGKILL); --reset-limit 1 is reached"
+    assert members.decide(4.0).over == (137, expected)
+
+
 def test_once_a_rank_has_finished_nobody_starts_or_is_numbered_anew():
     members = running([Host("a", 3)], cooldown=(1.0, 1.0))
     members.ended(2, 0, "exited with code 0", 1.0)
