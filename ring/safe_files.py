@@ -59,6 +59,17 @@ def create(path: str | os.PathLike[str], append: bool = False) -> int:
     return descriptor
 
 
+def _open_unfollowed(where: str) -> int:
+    """Return a descriptor to read from, without waiting; PermissionError for a symbolic link."""
+    try:
+        return os.open(where, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            text = "is a symbolic link, and not read through"
+            raise PermissionError(errno.EPERM, text, where) from None
+        raise
+
+
 def open_own(path: str | os.PathLike[str], owners: Container[int] | None = None) -> int:
     """Return a descriptor of the file ``path``, to read from, that leads nowhere else.
 
@@ -66,14 +77,7 @@ def open_own(path: str | os.PathLike[str], owners: Container[int] | None = None)
     file, no file, such as a pipe, or of a user who is none of ``owners`` (None: anybody's).
     """
     where = os.fspath(path)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(where, flags)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            text = "is a symbolic link, and not read through"
-            raise OSError(errno.ELOOP, text, where) from None
-        raise
+    descriptor = _open_unfollowed(where)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -96,13 +100,7 @@ def read_own(path: str | os.PathLike[str]) -> bytes:
     as a share, it is enough that a new file looks the same. Raises OSError where it cannot be read.
     """
     where = os.fspath(path)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(where, flags)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise PermissionError(errno.EPERM, "is a symbolic link", where) from None
-        raise
+    descriptor = _open_unfollowed(where)
     try:
         found, why = os.fstat(descriptor), ""
         if not stat.S_ISREG(found.st_mode):
