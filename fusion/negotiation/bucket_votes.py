@@ -214,11 +214,17 @@ class BucketVotes:
         return [m.STEP_FAILED + dumps(told)]
 
     def refuse_all(
-        self, peers: RequestTable, why: str, gone: Sequence[int] = (), retire: bool = False
+        self,
+        peers: RequestTable,
+        why: str,
+        gone: Sequence[int] = (),
+        retire: bool = False,
+        hint: str = "",
     ) -> list[bytes]:
         """Give up on every declaration and every step of a process set that waits.
 
-        No step of its groups can be reduced any more if they ``retire``.
+        No step of its groups can be reduced any more if they ``retire``. The ``hint`` says what may
+        have led to it, where steps wait.
         """
         told: list[bytes] = []
         for key in [key for key in self._calls if key[0] == peers.number]:
@@ -230,7 +236,7 @@ class BucketVotes:
                 at = peers.number, number, ballot.epoch, ballot.turn
                 asked = sorted({rank for votes in ballot.votes.values() for rank in votes})
                 text = f"{why} while {self._in_words(number)} was waiting on {named_ranks(asked)}"
-                text += FEWER if gone else ""
+                text += hint
                 told += self.fail(peers, m.Failure(*at, "gone", text), gone)
             if ballot.peers is peers and retire:
                 del self._of[number]

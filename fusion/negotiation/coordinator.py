@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.negotiation import messages as m
-from ringlet.fusion.negotiation.bucket_votes import DAMAGED, BucketVotes
+from ringlet.fusion.negotiation.bucket_votes import DAMAGED, FEWER, BucketVotes
 from ringlet.fusion.negotiation.request_table import RequestTable
 from ringlet.fusion.negotiation.stall_inspector import Stalled, StallInspector
 from ringlet.fusion.negotiation.stragglers import Stragglers
@@ -60,7 +60,7 @@ class Coordinator:
         self._add_set(tuple(range(size)))
         self._set_calls: dict[int, deque[bytes]] = {rank: deque() for rank in range(size)}
         self._sets_changed = 0
-        self._gone: dict[int, str] = {}
+        self._gone: dict[int, str] = {}  # with the exception that ended it, if one did
         self._prototypes: dict[bytes, Request] = {}  # by their text
         self._digests: dict[tuple[int, int, int], dict[int, int]] = {}  # of batches, by rank
         self._handlers: dict[bytes, Callable[[int, bytes], list[bytes]]] = {
@@ -78,7 +78,7 @@ class Coordinator:
             m.ANNOUNCE: lambda _, message: self._announce(message),
             m.CHECK: lambda _rank, _message: self._check(),
             m.BROKEN: self._broken,
-            m.GOODBYE: lambda rank, _: self._leave(rank),
+            m.GOODBYE: self._leave,
             m.SEVERED: self._severed,
         }
 
@@ -323,7 +323,7 @@ class Coordinator:
         return f"process set {ranks}: it takes at least one rank, ascending, each once"
 
     def _refuse_sets(self) -> list[bytes]:
-        return self._refuse_set_calls("; ".join(self._gone.values()), sorted(self._gone))
+        return self._refuse_set_calls(self._why_gone(self._gone), sorted(self._gone))
 
     def _sets_refused_for_joined(self) -> list[bytes]:
         """Refuse calls for process sets that wait for nobody but ranks that have joined."""
@@ -345,8 +345,8 @@ class Coordinator:
 
     # -- ranks that leave -----------------------------------------------------------------------
 
-    def _leave(self, rank: int) -> list[bytes]:
-        self._gone[rank] = f"rank {rank} has shut down"
+    def _leave(self, rank: int, message: bytes) -> list[bytes]:
+        self._gone[rank] = str(loads(message[1:]))
         told = self._refuse_sets()
         for peers in self._sets.values():
             told += self._refused_for_gone(peers)
@@ -357,8 +357,17 @@ class Coordinator:
         gone = sorted(rank for rank in self._gone if rank in peers.ranks)
         if not gone:
             return []
-        why = "; ".join(self._gone[rank] for rank in gone)
-        return peers.refuse_all(why, gone) + self._votes.refuse_all(peers, why, gone)
+        why = self._why_gone(gone)
+        hint = "" if any(self._gone[rank] for rank in gone) else FEWER
+        refused = self._votes.refuse_all(peers, why, gone, hint=hint)
+        return peers.refuse_all(why, gone) + refused
+
+    def _why_gone(self, ranks: Iterable[int]) -> str:
+        ended = ((rank, self._gone[rank]) for rank in ranks)
+        return "; ".join(
+            f"rank {rank} has ended ({why})" if why else f"rank {rank} has shut down"
+            for rank, why in ended
+        )
 
 
 def _was_removed(number: int) -> str:

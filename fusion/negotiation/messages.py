@@ -28,7 +28,7 @@ CHECK = b"C"  # look for stalls; from rank 0
 ANNOUNCE = b"O"  # [action, argument]: something that all ranks are to do at the same point
 BROKEN = b"X"  # text: this rank's engine is broken
 SEVERED = b"Z"  # [[rank, ...], text]: a collective failed; to these there is no connection any more
-GOODBYE = b"S"  # this rank shuts down
+GOODBYE = b"S"  # text: this rank shuts down, because of an exception if there is a text
 
 # From the coordinator to every rank; BROKEN is passed on.
 DECLARED = b"d"  # [process set, group name, group, [name, ...]]

@@ -38,12 +38,23 @@ def leave_on_exception(always: bool) -> None:
 # A rank of MPI that joins a group of torch's too has both: each passes on to the one before it.
 @cache
 def _hook(always: bool) -> None:
-    leaving = _Leaving(always)
+    global _latest
+    leaving = _latest = _Leaving(always)
     sys.exit, sys.excepthook = leaving.exit_with, leaving.note
     for name in ("exit", "quit"):
         if type(getattr(builtins, name, None)).__name__ == "Quitter":  # the interpreter's
             setattr(builtins, name, _exit)
     atexit.register(leaving.leave)  # runs after the handlers that are registered later
+
+
+def ended_by() -> BaseException | None:
+    """Return the exception that ends this process, if one does; of SystemExit the code alone.
+
+    At a prompt none does: it is shown there, and the session goes on.
+    """
+    if _latest is None or hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
+    return _latest.failed or (SystemExit(_latest.asked) if _latest.exits() else None)
 
 
 def _exit(status: Any = None, /) -> NoReturn:
@@ -113,7 +124,7 @@ class _Leaving:
 
     def leave(self) -> None:
         """Tell the launcher, at exit, what this process ends with, and end it if it must leave."""
-        returned = self._program is not None and _returned(self._program)
+        returned = self._has_returned()
         if returned:
             self.asked = 0  # it was caught, and is kept: what pytest.raises gives, say
         if self._always and self.asked and self.failed is None:
@@ -124,6 +135,13 @@ class _Leaving:
         if self.must_leave():
             flush_standard_streams()
             os._exit(self.code())
+
+    def exits(self) -> bool:
+        """Whether the program ends by a SystemExit with a code, as far as is known at exit."""
+        return self.asked != 0 and not self._has_returned()
+
+    def _has_returned(self) -> bool:
+        return self._program is not None and _returned(self._program)
 
     def must_leave(self) -> bool:
         """Whether nothing else may run at exit.
@@ -136,6 +154,9 @@ class _Leaving:
         if self._always:
             return self.failed is not None or os.getpid() != self._rank
         return isinstance(self.failed, PeerLost)
+
+
+_latest: _Leaving | None = None  # each that is hooked hears of what ends this process
 
 
 def _outermost_frame() -> FrameType | None:

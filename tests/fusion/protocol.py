@@ -349,7 +349,7 @@ class World:
         rank = draw(self.alive)
         if len(self.alive) > 1 and draw([True] + [False] * 40):
             rank.left = True
-            rank.send(m.GOODBYE)
+            rank.send(m.GOODBYE + dumps(""))
 
     def transmit(self, draw):
         """Some of one rank's messages reach the coordinator."""
@@ -636,7 +636,7 @@ class World:
         for rank in self.ranks:
             if not rank.left:
                 rank.left = True
-                rank.send(m.GOODBYE)
+                rank.send(m.GOODBYE + dumps(""))
         self.settle()
         for rank in self.ranks:
             assert not rank.asked

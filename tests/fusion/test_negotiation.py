@@ -226,7 +226,7 @@ def test_votes_of_a_failed_step_do_not_count_for_the_next():
 def test_a_rank_that_shuts_down_fails_whoever_waits_for_it():
     coordinator = Coordinator(2)
     ask(coordinator, 0, Request("x", shape=(1,)))
-    told, echo = coordinator.on_message(1, m.GOODBYE)
+    told, echo = coordinator.on_message(1, m.GOODBYE + dumps(""))
     assert echo == m.GONE + b"1"
     assert loads(told[1:]) == [
         0,
@@ -237,6 +237,20 @@ def test_a_rank_that_shuts_down_fails_whoever_waits_for_it():
     ]
     (later,) = ask(coordinator, 0, Request("y", shape=(1,)))
     assert "rank 1 has shut down" in loads(later[1:])[3]
+
+
+def test_what_ended_a_rank_is_told_to_those_who_wait_for_its_votes():
+    for why, words in (("", "has shut down"), ("ValueError: no data", "has ended (ValueError: ")):
+        coordinator = Coordinator(3)
+        declared = m.DECLARE + dumps([0, "g", [Request("w", shape=(4,)).to_list()], ""])
+        (answer,) = [coordinator.on_message(rank, declared) for rank in range(3)][-1]
+        vote = m.pack_vote(m.Vote(loads(answer[1:])[2], 0, 0, 10))
+        assert coordinator.on_message(0, vote) == []
+        told = coordinator.on_message(1, m.GOODBYE + dumps(why))
+        (failed,) = [loads(each[1:]) for each in told if each[:1] == m.STEP_FAILED]
+        assert failed[4].startswith(f"rank 1 {words}")
+        assert "while a step of 'g' was waiting on rank 0" in failed[4]
+        assert ("batches" in failed[4]) == (not why)  # a guess, where nobody knows the cause
 
 
 @given(st.sets(st.integers(0, 5000)))

@@ -275,6 +275,39 @@ def test_nobody_waits_for_a_rank_that_has_ended_before_init(transport: str, caus
     assert done.stderr.count(told) == (2 if transport == "gloo" else 0)
 
 
+FAILS = """
+import sys
+import torch
+import ringlet.torch as hvd
+hvd.init()
+model = torch.nn.Linear(4, 4)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), compression="fp16")
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for step in range(5):
+    if step == 2 and hvd.rank() == int(sys.argv[1]):
+        if sys.argv[2] == "exits":
+            sys.exit(3)
+        raise ValueError("no data:\\n shard 7")
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize(
+    ("rank", "how", "words"),
+    [(1, "raises", "ValueError: no data: shard 7"), (0, "raises", "ValueError: no data: shard 7"),
+     (1, "exits", "SystemExit: 3")],
+)  # fmt: skip
+def test_who_waits_for_a_rank_is_told_what_ended_it(rank: int, how: str, words: str) -> None:
+    """Over gloo: mpiexec ends those who wait, maybe before they say it."""
+    done, _ = launched(2, "gloo", FAILS, str(rank), how)
+    assert done.returncode == (3 if how == "exits" else 1), done.stderr
+    told = f"PeerLost: rank {rank} has ended ({words}) while a step of 'SGD' was waiting on rank"
+    assert f"{told} {1 - rank}\n" in done.stderr
+
+
 HOOKED = """
 import sys
 import torch
