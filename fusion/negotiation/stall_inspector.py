@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ringlet.fusion.negotiation.validation import named_ranks
 
 _LISTED = 6
+_FOR_EVER = "They wait for ever; RINGLET_STALL_SHUTDOWN_TIME_SECONDS=300 would end the job by then."
 _CAUSES = 2  # of the lines listed, those that an error repeats
 
 
@@ -83,6 +84,8 @@ class StallInspector:
         ]
         if len(stalled) > _LISTED:
             lines.append(f"  and {len(stalled) - _LISTED} more")
+        if not self.give_up_after:
+            lines.append(f"  {_FOR_EVER}")
         latest = max(late, key=lambda rank: late[rank])
         least = min(age for _, age in stalled)
         waited = f"{len(stalled)} operation(s) have waited for ranks for {least:.3g} s or more"

@@ -36,6 +36,17 @@ def test_warns_once_per_period_and_forgets_what_went_on():
     assert "35 s" in text
 
 
+@pytest.mark.parametrize("give_up_after", [0.0, 35.0])
+def test_a_wait_that_nothing_ends_is_told_how_to_end(give_up_after):
+    now = [0.0]
+    inspector = StallInspector(10.0, give_up_after, lambda: now[0])
+    waiting = [Stalled("'x'", [0], [1])]
+    inspector.inspect(waiting)
+    now[0] = 10.0
+    text, _ = inspector.inspect(waiting)
+    assert ("RINGLET_STALL_SHUTDOWN_TIME_SECONDS=" in text) == (not give_up_after)
+
+
 @pytest.mark.parametrize("limits", [{"stall_warning": 1e12}, {"cycle_time": 1e15}])
 def test_whoever_says_never_with_a_huge_number_is_not_looked_for_without_an_end(limits):
     def body(engine):
