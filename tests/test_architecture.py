@@ -12,7 +12,7 @@ from ringlet.horovod.aliases import ALIASES
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
-    "compressors": {"compressors", "ring.jit"},  # how kernels are compiled, in both
+    "compressors": {"compressors", "ring.jit", "ring.safe_files"},  # how kernels are made, and kept
     "ring": {"ring"},
     "fusion": {"fusion", "compressors", "ring"},
 }

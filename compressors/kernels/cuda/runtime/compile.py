@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.kernels.cuda.runtime.source import OPTIONS, Program
+from ringlet.ring.safe_files import read_own
 
 
 def binary(program: Program, capability: int, nvrtc: Any) -> bytes:
@@ -34,7 +34,7 @@ def binary(program: Program, capability: int, nvrtc: Any) -> bytes:
     said = (source, *options, str(nvrtc.getVersion()))
     place = _folder() / hashlib.sha256("\0".join(said).encode()).hexdigest()
     with contextlib.suppress(OSError):
-        return _kept(place)
+        return read_own(place)
     made = _compiled(source, options, nvrtc, exact)
     with contextlib.suppress(OSError):  # a cache that cannot be written is done without
         _keep(place, made)
@@ -60,19 +60,6 @@ def _folder() -> Path:
         return Path(named)
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "ringlet" / "kernels"
-
-
-def _kept(place: Path) -> bytes:
-    """Return what is kept at ``place``; OSError where nothing is, or what others may have made."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(place, flags), "rb") as file:
-        found = os.fstat(file.fileno())
-        own = found.st_uid in (os.geteuid(), 0) and not found.st_mode & (
-            stat.S_IWGRP | stat.S_IWOTH
-        )
-        if not (own and stat.S_ISREG(found.st_mode)):
-            raise PermissionError(f"{place} may be another user's, and is not run")
-        return file.read()
 
 
 def _keep(place: Path, made: bytes) -> None:
