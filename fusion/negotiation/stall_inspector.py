@@ -11,8 +11,8 @@ from typing import NamedTuple
 from ringlet.fusion.negotiation.validation import named_ranks
 
 _LISTED = 6
-_FOR_EVER = "They wait for ever; RINGLET_STALL_SHUTDOWN_TIME_SECONDS=300 would end the job by then."
 _CAUSES = 2  # of the lines listed, those that an error repeats
+_FOR_EVER = "Nothing ends such a wait; RINGLET_STALL_SHUTDOWN_TIME_SECONDS=300 would, after 300 s."
 
 
 class Stalled(NamedTuple):

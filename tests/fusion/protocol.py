@@ -349,7 +349,7 @@ class World:
         rank = draw(self.alive)
         if len(self.alive) > 1 and draw([True] + [False] * 40):
             rank.left = True
-            rank.send(m.GOODBYE + dumps(""))
+            rank.send(m.GOODBYE + dumps(draw(["", "ValueError: no data"])))
 
     def transmit(self, draw):
         """Some of one rank's messages reach the coordinator."""
