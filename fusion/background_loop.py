@@ -17,7 +17,6 @@ from ringlet.fusion.worker import Worker
 from ringlet.ring.control.plane import ControlPlane
 from ringlet.ring.errors import PeerLost
 from ringlet.ring.interrupt import hold
-from ringlet.ring.rendezvous.exit_hooks import ended_by
 
 log = logging.getLogger("ringlet")
 
@@ -28,7 +27,6 @@ _SENT_S = 0.3  # for what a rank had sent before it was lost
 _LOOK_S = 0.5  # between two looks whether connections still stand that exchanges need
 _LOOKS = 3  # in a row that found one ended: gloo tells of most, and what had come is worked on
 _LEAVING_S = 10.0  # how long to wait until the coordinator has heard the goodbye
-_LINE = 300  # characters of the exception that ends this process, which other ranks are told
 _LONGEST_S = 3600.0  # of one wait: some say "never" with more than poll takes, 24 days
 
 
@@ -118,7 +116,7 @@ class Loop:
             while not self._life.closing:
                 self._go_round()
             self._requester.tell_digests(worker, now=True)
-            self._control.send(m.GOODBYE + dumps(_why_it_ends()))
+            self._control.send(m.GOODBYE + dumps(self._life.why))
             self._keep_promises()
         except LostElsewhere as error:
             worker.pipeline.settle(_SENT_S)
@@ -232,14 +230,6 @@ class Loop:
         finally:
             hold(self, False)
             self._extensions.over()
-
-
-def _why_it_ends() -> str:
-    """Return in a line the exception that ends this process; "" for none, and for an effect."""
-    error = ended_by()
-    if error is None or isinstance(error, PeerLost):
-        return ""
-    return " ".join(in_words(error).split())[:_LINE]
 
 
 def _shut_down() -> EngineClosed:
