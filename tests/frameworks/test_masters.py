@@ -118,6 +118,34 @@ def case_sparse_gradients_of_16_bits_stay_sparse():
         assert hvd.replicas_equal(table.state_dict())
 
 
+def case_an_overflow_beside_a_large_sparse_gradient_is_seen_in_the_first_step_too():
+    """After that step gradients are declared anew, as rows, and its verdict is still asked for."""
+    for precision in ("amp_fp16", "fp16(init=65536)"):
+        for spec in ("none", "int8 | ef"):
+            for bad in (0, 1):
+                torch.manual_seed(0)
+                table, head = torch.nn.Embedding(1 << 13, 8, sparse=True), torch.nn.Linear(8, 1)
+                model = torch.nn.Sequential(table, head)
+                if precision != "amp_fp16":
+                    model.half()
+                optimizer = hvd.DistributedOptimizer(
+                    torch.optim.SGD(model.parameters(), lr=0.01),
+                    model.named_parameters(),
+                    compression=spec,
+                    precision=precision,
+                )
+                for step in range(3):
+                    optimizer.zero_grad()
+                    loss = model(torch.arange(8)).float().mean() * 1e-3
+                    if step == bad and hvd.rank() == 0:
+                        loss = loss * float("inf")
+                    optimizer.scale(loss).backward()
+                    optimizer.step()
+                    assert optimizer.skipped_steps == (step >= bad), (precision, spec, bad, step)
+                assert all(p.isfinite().all() for p in model.parameters())
+                assert hvd.replicas_equal(model.state_dict())
+
+
 def case_a_changed_scale_counts_from_the_next_step_on():
     p, optimizer = half(1 << 12, "fp16(init=256, interval=1)", compression="int8")
     for step in range(3):

@@ -690,6 +690,7 @@ class Reducer:
         """Reduce by ``group`` from now on, and let the engine forget the one before."""
         self._shown = self._shown or runtime.title(self._title)
         runtime.engine.entitle(group, self._shown)
+        group.finite = self.finite  # of the last step, which a precision policy may ask of yet
         if self._group is not None:
             self._finalizer.detach()
             runtime.engine.release(self._group)
