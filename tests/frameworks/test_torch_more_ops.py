@@ -366,6 +366,25 @@ def case_what_the_first_step_holds_back_of_sparse_gradients_goes_along_with_the_
             torch.testing.assert_close(got, wanted, rtol=few, atol=few, msg=spec)
 
 
+def case_what_is_held_back_of_sparse_halves_goes_along_too():
+    """torch adds no sparse tensors of 16-bit floats."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        table = torch.nn.Embedding(20_000, 8, sparse=True).to(dtype)
+        named = [*table.named_parameters(prefix="table")]
+        inner = torch.optim.SGD(table.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, named, "topk(ratio=0.001) | ef")
+        got = torch.zeros(20_000, 8)
+        for _ in range(3):
+            optimizer.zero_grad()
+            tokens = torch.arange(40) * (hvd.rank() + 1)
+            table(tokens).sum().backward()
+            optimizer.step()
+            assert table.weight.grad.dtype is dtype
+            got += table.weight.grad.to_dense().float()
+        sent = torch.zeros(20_000, 8).index_fill_(0, tokens, 3.0)
+        torch.testing.assert_close(got, hvd.allreduce(sent), rtol=1e-2, atol=1e-2)
+
+
 def case_sparse_gradients_unused_on_some_ranks():
     table, head = torch.nn.Embedding(20_000, 8, sparse=True), torch.nn.Linear(8, 1)
     model = torch.nn.ModuleList([table, head])

@@ -55,8 +55,8 @@ class SparseGradients:
             dense = torch.zeros_like(p) if grad is None else grad
             grad = dense.to_sparse(self.dims[name])
         if owed is not None:
-            more = from_engine(owed, p.device).reshape(p.shape).to(grad.dtype)
-            grad = grad.detach() + more.to_sparse(self.dims[name])
+            more = from_engine(owed, p.device).reshape(p.shape).to_sparse(self.dims[name])
+            grad = (grad.detach() + more).to(grad.dtype)  # torch adds no sparse halves
         label = f"{self._label}.{name}"
         self._gathering[name] = sparse_allreduce_async(grad, label, self._op, self._process_set)
 
