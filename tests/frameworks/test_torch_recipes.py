@@ -588,6 +588,35 @@ def test_onebit_adam_passes_over_what_is_frozen():
     assert ringlet.run(train, np=2, transport="local") == [True] * 2
 
 
+def test_onebit_adam_leaves_what_had_no_gradient_in_the_warm_up():
+    """A black margin, say: a bit has no zero, and was divided by epsilon alone."""
+
+    def train():
+        hvd.init()
+        torch.manual_seed(0)
+        model = torch.nn.Linear(40, 3)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        before = model.weight.detach().clone()
+        lit = torch.ones(40)
+        lit[:8], lit[8:12] = 0.0, 1e-6  # black, and next to black
+        numbers = torch.Generator().manual_seed(hvd.rank())
+        optimizer = hvd.OneBitAdam(model.named_parameters(), lr=0.01, warmup=5)
+        for step in range(40):
+            optimizer.zero_grad()
+            model(torch.randn(16, 40, generator=numbers) * lit).square().sum().backward()
+            last = model.weight.detach().clone()
+            optimizer.step()
+            assert (model.weight - last).abs().max() <= 0.01 * 0.1 / 0.001**0.5 * 1.001, step
+        assert torch.equal(model.weight[:, :8], before[:, :8])
+        assert not torch.equal(model.weight[:, 12:], before[:, 12:])
+        return hvd.replicas_equal(model.state_dict())
+
+    with pytest.warns(UserWarning, match="24 of 120 elements of 'weight' had no") as told:
+        assert ringlet.run(train, np=2, transport="local") == [True] * 2
+    assert len(told) == 2
+
+
+@pytest.mark.filterwarnings("ignore:OneBitAdam")
 def test_onebit_adam_refuses_sparse_gradients_on_all_ranks():
     def train():
         hvd.init()

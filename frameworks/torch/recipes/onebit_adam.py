@@ -6,6 +6,7 @@ speed", ICML 2021.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ import torch
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.fusion.errors import StepAbandoned
 from ringlet.job.session import current
+from ringlet.ring.callers import outside
 from ringlet.shared.compression import as_router
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import agree_on_settings
@@ -30,6 +32,7 @@ from ringlet.torch.optimizer.naming import Named, named_pairs
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
+_TOLD = 3  # parameters that a warning names
 _LOADED = "OneBitAdam has loaded a state: ranks see whether all have one of the same step"
 _SAME = (
     "warm-up ends after as many on all ranks: load on every rank what that rank saved in the same "
@@ -44,6 +47,11 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
     the results in ``compression`` with error feedback, and the step divides by the second moment
     of the end of the warm-up. The paper warms up for 15 to 25 % of all steps, until the second
     moment hardly changes. Reduces by itself: do not wrap it in DistributedOptimizer.
+
+    A bit says + or -, and never 0. Where the second moment is next to nothing, that would throw
+    parameters far away. So in the second phase what had no gradient in the warm-up stays as it is,
+    and a warning tells how much that is. Nothing else moves further in a step than it can in Adam:
+    ``lr * (1 - beta1) / sqrt(1 - beta2)``, or ``lr`` where that is more.
 
     ``weight_decay`` is added to gradients, as ``torch.optim.Adam``'s; with
     ``decoupled_weight_decay`` it shrinks parameters instead, as ``AdamW``'s and DeepSpeed's.
@@ -99,6 +107,8 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             raise self._reducer.give_up_because(error) from None
         while not self._reduced():  # another rank has loaded a state, and so on
             self._compare()
+        if self.steps == self.warmup:
+            self._warn_of_what_stays()
         with torch.no_grad():
             self.steps += 1  # not before: ranks count those that none of them has given up
             for group, p in self._each():
@@ -233,6 +243,29 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             if not self._reducer.declares(self._chosen()):
                 self._reducer.set_compression(self._chosen())
 
+    def _warn_of_what_stays(self) -> None:
+        """Warn of elements whose gradient was 0 in all of the warm-up."""
+        stay = {
+            name: int((self._moments(p)["exp_avg_sq"] == 0).sum())
+            for p, name in self._names.items()
+            if p.requires_grad
+        }
+        told = [
+            f"{count} of {self._carriers[name].numel()} elements of {name!r}"
+            for name, count in stay.items()
+            if count
+        ]
+        if not told:
+            return
+        if len(told) > _TOLD:
+            told[_TOLD:] = [f"some of {len(told) - _TOLD} more parameters"]
+        warnings.warn(
+            f"OneBitAdam: {', '.join(told)} had no gradient in the {self.warmup} steps of the "
+            "warm-up. Their second moment is 0, so they stay as they are from now on. If they are "
+            "to be trained, warm up for longer",
+            stacklevel=outside(),
+        )
+
     def _chosen(self) -> Spec | Routes:
         """Return how what is reduced is compressed in the next step."""
         return self._compression if self.steps >= self.warmup else "none"
@@ -254,7 +287,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         if reduced is None:
             return
         if self._compressing:
-            state["exp_avg"].copy_(reduced)
+            state["exp_avg"].copy_(reduced * (state["exp_avg_sq"] > 0))
         else:
             state["exp_avg"].lerp_(reduced, 1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(reduced, reduced, value=1 - beta2)
@@ -264,7 +297,11 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         if group["decoupled_weight_decay"]:
             p.mul_(1 - group["lr"] * group["weight_decay"])
         divisor = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
-        p.addcdiv_(state["exp_avg"], divisor, value=-group["lr"] / first)
+        if not self._compressing:
+            p.addcdiv_(state["exp_avg"], divisor, value=-group["lr"] / first)
+            return
+        most = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+        p.add_((state["exp_avg"] / divisor / first).clamp_(-most, most), alpha=-group["lr"])
 
 
 def _steps(key: object, saved: Any) -> int:
