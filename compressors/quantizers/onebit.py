@@ -108,8 +108,10 @@ class SignSGD(Signs):
     """Send signs and take a majority vote: the result is +scale or -scale, and no mean.
 
     Bernstein et al., ICML 2018. Votes are cast with the sign bit of x, zero counting as positive;
-    a tie, possible for an even number of ranks, is positive. Magnitudes are lost, so the learning
-    rate has to be chosen for steps of +-scale, and a loss scale must not divide them afterwards.
+    a tie, possible for an even number of ranks, is positive. So parameters drift where gradients
+    are 0 on all ranks, as rows of an embedding are, and where as many ranks say + as -, most of all
+    with two ranks. Magnitudes are lost, so the learning rate has to be chosen for steps of
+    +-scale, and a loss scale must not divide them afterwards.
     Error feedback cannot stand behind it, for votes do not grow with what is held back. For a mean
     use ``onebit | ef``.
     """
