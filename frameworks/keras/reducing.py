@@ -14,7 +14,7 @@ from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_reducer import GradientReducer, Staying
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import of_config, unique
-from ringlet.shared.variable_names import cohorts, identity, name_of
+from ringlet.shared.variable_names import cohorts, identity, name_of, refuse_overwritten
 from ringlet.shared.wrapping import Original, last_made, note_made, wrapped
 
 _BROADCAST = (
@@ -76,6 +76,8 @@ class Reducing:
         if local:
             self._ringlet_refuse_common_norm()
         chosen = [variables[i] for i in shared]
+        added = self._ringlet_accumulator.passes > 1
+        refuse_overwritten(variables if added else chosen, "DistributedOptimizer")
         names = unique([name_of(v, i) for i, v in enumerate(chosen)])
         given = [gradients[i] for i in shared]
         # Neither residuals nor signs must depend on a loss scale.

@@ -47,6 +47,21 @@ def identity(variable: Any) -> int:
     return id(inside if lasts else variable)
 
 
+def refuse_overwritten(variables: Sequence[Any], what: str) -> None:
+    """Raise ValueError where a gradient is a new value: no mean, sum or compressor is meant for it.
+
+    Keras makes such variables in ``quantize("float8")``: scales, and the largest values of late.
+    """
+    for i, variable in enumerate(variables):
+        if getattr(variable, "overwrite_with_gradient", False) is True:
+            raise ValueError(
+                f"{what}: the gradient of {name_of(variable, i)!r} is its new value "
+                "(overwrite_with_gradient), and ranks would average or compress it as a gradient. "
+                "Layers after quantize('float8') have such variables: train without that, for "
+                "example in mixed_bfloat16"
+            )
+
+
 def cohorts(variables: Sequence[Any], groups: int | Sequence[Sequence[Any]] | None) -> list[str]:
     """Return, for each variable, the name of the group that it travels in; "" for any.
 

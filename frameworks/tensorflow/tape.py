@@ -20,7 +20,13 @@ from ringlet.shared.gradients.gradient_settings import Settings
 from ringlet.shared.gradients.loop_reducers import loop_reducers
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import unique
-from ringlet.shared.variable_names import cohorts, identity, local_variables, name_of
+from ringlet.shared.variable_names import (
+    cohorts,
+    identity,
+    local_variables,
+    name_of,
+    refuse_overwritten,
+)
 from ringlet.shared.wrapping import wrapped
 from ringlet.tensorflow.ops.bridge import as_written, in_plain_graph
 from ringlet.tensorflow.ops.gradient_node import (
@@ -84,6 +90,7 @@ class _Distributed:
                 if gradient is not None and i not in shared:
                     results[i] = divided(gradient, size)
         variables = [flat_sources[i] for i in shared]
+        refuse_overwritten(variables, "DistributedGradientTape")
         names = unique([name_of(v, i) for i, v in enumerate(variables)])
         reducer = _reducer(self._ringlet_settings, variables, names)
         chosen = cohorts(variables, self._ringlet_groups)

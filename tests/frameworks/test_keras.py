@@ -687,6 +687,27 @@ def case_wrapped_twice_and_other_mistakes():
         fit(model)
 
 
+def case_gradients_that_are_new_values_are_refused():
+    """Those of float8 layers: sums and compressors would spoil the scales without a word."""
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
+    model.layers[0].quantize("float8")
+    x = np.ones((8, 64), np.float32)
+    told = "'.*scale' is its new value .*quantize\\('float8'\\)"
+    for passes in (1, 2):
+        wrapped = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(), compression="none", backward_passes_per_step=passes
+        )
+        model.compile(wrapped, "mse", jit_compile=False)
+        with pytest.raises(ValueError, match=f"DistributedOptimizer: the gradient of {told}"):
+            model.fit(x, x[:, :32], verbose=0)
+    scale = keras.Variable(1.0, name="scale")
+    scale.overwrite_with_gradient = True
+    with ringlet.tensorflow.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = 2.0 * scale
+    with pytest.raises(ValueError, match=f"DistributedGradientTape: the gradient of {told}"):
+        tape.gradient(loss, [scale])
+
+
 def case_models_that_differ():
     import tensorflow as tf
 
