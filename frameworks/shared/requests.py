@@ -9,6 +9,8 @@ from contextlib import suppress
 from numbers import Integral
 from typing import Any, Protocol
 
+import numpy as np
+
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression
 from ringlet.compressors.base.nesting import overrides
 from ringlet.fusion import Request
@@ -41,12 +43,29 @@ def wait_all(handles: Iterable[Waitable]) -> None:
 
 
 def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """Return the op that Horovod's two ways of naming it mean; ValueError if both are used."""
-    if average is not None and op is not None:
-        raise ValueError("pass op or average (which is deprecated), not both")
-    if op is not None:
+    """Return the op that Horovod's two ways of naming it mean.
+
+    Raises ValueError if both are used, or ``average`` is neither True nor False.
+    """
+    if average is None:
+        if op is None:
+            return ReduceOp.AVERAGE
         return op if type(op) is ReduceOp else as_op(op)
-    return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
+    if op is not None:
+        raise ValueError("pass op or average (which is deprecated), not both")
+    if not isinstance(average, bool | np.bool_):
+        raise ValueError(_no_average(average))
+    return ReduceOp.AVERAGE if average else ReduceOp.SUM
+
+
+def _no_average(given: object) -> str:
+    """Return what to write where ``given`` stands in the place of ``average``."""
+    meant = ""
+    if isinstance(given, ReduceOp):
+        meant = f": write op=hvd.{given.name.title()}"
+    elif isinstance(given, str):
+        meant = f": write name={given!r}"
+    return f"average (which is deprecated) is True or False, not {given!r}{meant}"
 
 
 def as_op(op: Any) -> ReduceOp:

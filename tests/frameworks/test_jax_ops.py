@@ -288,6 +288,9 @@ def case_errors():
         assert jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))(float(turn)) == turn * size
     with pytest.raises(TypeError, match="complex64"):
         jax.jit(hvd.allreduce)(jnp.ones(2, jnp.complex64))
+    for call in both(lambda x: hvd.allreduce(x, hvd.Sum)):
+        with pytest.raises(ValueError, match=r"average .* is True or False.*: write op=hvd\.Sum"):
+            call(jnp.ones(3))
     with pytest.raises(ValueError, match="one of the ranks"):
         jax.jit(lambda x: hvd.broadcast(x, 77))(1.0)
     for refused in (hvd.barrier, hvd.join, lambda: hvd.broadcast_pytree({})):
