@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -282,6 +284,7 @@ def case_errors():
             with pytest.raises(hvd.HorovodInternalError, match="shapes differ") as caught:
                 call(jnp.ones(3 + rank))
             assert type(caught.value).__name__ == "Mismatch"
+            assert traceback.extract_tb(caught.tb)[-1].filename == __file__
             texts.append(str(caught.value))
         assert len(set(hvd.allgather_object(texts.pop()))) == 1
     for turn in range(3):
@@ -298,6 +301,27 @@ def case_errors():
             jax.jit(refused)()
     with pytest.raises(jax.errors.JaxRuntimeError):  # what others' callbacks raise stays as it is
         jax.block_until_ready(jax.jit(_failing)(1.0))
+
+
+def case_an_interrupt_in_a_program():
+    """Ctrl-C, and an exit by a signal's handler, come out as what they are."""
+    total = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    assert total(1.0) == hvd.size()
+    for raised in (KeyboardInterrupt(), SystemExit(3)):
+        odd = jax.jit(
+            lambda x, e=raised: ordered_calls.call(_raising(e), [x], [("float32", ())])[0]
+        )
+        with pytest.raises(type(raised)) as caught:
+            jax.block_until_ready(odd(1.0))
+        assert caught.value.args == raised.args
+    assert total(1.0) == hvd.size()
+
+
+def _raising(error):
+    def function(arrays, results):
+        raise error
+
+    return function
 
 
 def case_a_program_whose_input_is_still_computed():
@@ -374,6 +398,7 @@ SIZES = {
     case_trees_of_what_no_collective_combines: (2,),
     case_numbers_that_jax_would_wrap: (2,),
     case_process_sets: (3,),
+    case_an_interrupt_in_a_program: (1, 2),
 }
 
 
@@ -381,10 +406,15 @@ def test_on_ranks(case, transport, size, run_case):
     run_case(case, transport, size)
 
 
-def test_errors_of_a_callback_are_told_once():
-    with pytest.raises(KeyError), raised_errors.noted():
-        raise KeyError("a key of its own")
-    with pytest.raises(KeyError, match="of its own"), raised_errors.told():
-        raise jax.errors.JaxRuntimeError("INTERNAL: KeyError: 'a key of its own'")
-    with pytest.raises(jax.errors.JaxRuntimeError), raised_errors.told():
-        raise jax.errors.JaxRuntimeError("INTERNAL: KeyError: 'a key of its own'")
+@pytest.mark.parametrize(
+    "error", [KeyError("a key of its own"), KeyboardInterrupt(), SystemExit(3), SystemExit()]
+)
+def test_errors_of_a_callback_are_told_once(error):
+    with pytest.raises(type(error)), raised_errors.noted():
+        raise error
+    text = f"INTERNAL: {type(error).__name__}: {error}"
+    assert raised_errors.told(jax.errors.JaxRuntimeError("INTERNAL: 3 of another's")) is None
+    told = raised_errors.told(jax.errors.JaxRuntimeError(text))
+    assert type(told) is type(error)
+    assert (told.args, told.__traceback__) == (error.args, None)
+    assert raised_errors.told(jax.errors.JaxRuntimeError(text)) is None
