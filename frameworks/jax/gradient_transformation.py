@@ -29,7 +29,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy
 from ringlet.precision.reduction import carrier
-from ringlet.ring.callers import public
+from ringlet.ring.callers import no_process_set, public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
@@ -100,6 +100,8 @@ def reduce_gradients(
     reduces zeros, at step 0 and at other steps of schedules. Raises SpecError (a ValueError), and
     ValueError for a compressor whose state changes its shape.
     """
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(no_process_set(process_set))
     if reduction not in (None, "float32", "wire"):
         raise ValueError(f"reduction is 'float32', 'wire' or None, not {reduction!r}")
     options = Options(
@@ -203,6 +205,7 @@ class _Reductions:
         self._layouts: dict[tuple[Slot, ...], Layouts] = {}
         self._following: int | None = None  # the step that comes next
 
+    @public
     def init(self, params: Any) -> ReduceGradientsState:
         """Return the state for gradients like ``params``, which may be shapes and dtypes."""
         slots = _slots(params)
@@ -221,6 +224,7 @@ class _Reductions:
         owner = jnp.array(self._own(whose or [0, 1]), jnp.int32)
         return ReduceGradientsState(jnp.int32(step), jnp.array(present, jnp.uint8), arrays, owner)
 
+    @public
     def update(
         self, updates: Any, state: ReduceGradientsState, params: Any = None
     ) -> tuple[Any, ReduceGradientsState]:
@@ -582,6 +586,7 @@ def carrying_over(states: Sequence[ReduceGradientsState]) -> Iterator[None]:
         _carried.reset(token)
 
 
+@public
 def residual_norm(state: Any) -> Any:
     """Return the Euclidean norm (float32) of what this rank holds back, inside ``jax.jit`` too.
 

@@ -365,6 +365,50 @@ def case_copies():
         ordered_calls._primitive = primitive
 
 
+def case_what_is_no_argument():
+    """A list in the place of a process set, and other libraries' keywords, in a short traceback."""
+    x, pair = jnp.ones((hvd.size(), 2)), [0, 1]
+    calls = {
+        "allreduce": lambda **given: hvd.allreduce(x, **given),
+        "grouped_allreduce": lambda **given: hvd.grouped_allreduce([x], **given),
+        "allgather": lambda **given: hvd.allgather(x, **given),
+        "grouped_allgather": lambda **given: hvd.grouped_allgather([x], **given),
+        "broadcast": lambda **given: hvd.broadcast(x, 0, **given),
+        "alltoall": lambda **given: hvd.alltoall(x, **given),
+        "reducescatter": lambda **given: hvd.reducescatter(x, **given),
+        "grouped_reducescatter": lambda **given: hvd.grouped_reducescatter([x], **given),
+        "broadcast_pytree": lambda **given: hvd.broadcast_pytree({"x": x}, **given),
+        "barrier": hvd.barrier,
+        "reduce_gradients": hvd.reduce_gradients,
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            TypeError, match=r"^process_set is what add_process_set.*\[0, 1\]"
+        ) as bad:
+            call(process_set=pair)
+        assert traceback.extract_tb(bad.tb)[-1].filename == __file__, name
+        words = rf"^{name}\(\) got .*'group'; did you mean 'process_set'\? There are: "
+        with pytest.raises(TypeError, match=words) as bad:
+            call(group=pair)
+        assert traceback.extract_tb(bad.tb)[-1].filename == __file__, name
+    for name in ("join", "replicas_equal", "residual_norm", "sharded_mean", "sharded_state"):
+        with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected .*'odd'\. There are:"):
+            getattr(hvd, name)(odd=1)
+    if hvd.size() > 1:
+        odd = jnp.ones((hvd.size(), 3 + hvd.rank()))
+        made = hvd.reduce_gradients("int8 | ef")
+        for call in (
+            lambda: hvd.broadcast(odd, 0, name="odd"),
+            lambda: hvd.allgather(odd, name="odd"),
+            lambda: hvd.reducescatter(odd, name="odd"),
+            lambda: hvd.broadcast_pytree(odd),
+            lambda: made.init(odd),
+        ):
+            with pytest.raises(hvd.HorovodInternalError, match="between ranks") as bad:
+                call()
+            assert traceback.extract_tb(bad.tb)[-1].filename == __file__
+
+
 def case_process_sets():
     rank = hvd.rank()
     pair = hvd.add_process_set([0, 2])

@@ -11,6 +11,7 @@ from ringlet.jax.ops.movements import grouped_allgather
 from ringlet.jax.ops.operands import dtype_of, name_when_run, operand
 from ringlet.jax.ops.ordered_calls import call
 from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.array_operations import scatter_arrays
@@ -18,6 +19,7 @@ from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.requests import check_scatter, check_some
 
 
+@public
 def reducescatter(
     tensor: Any,
     name: str | None = None,
@@ -36,6 +38,7 @@ def reducescatter(
     return _scatter([tensor], Reduction.among(locals()))[0]
 
 
+@public
 def grouped_reducescatter(
     tensors: Sequence[Any],
     name: str | None = None,

@@ -23,7 +23,6 @@ from ringlet.shared.compression import as_compressor
 
 
 @public
-@in_64_bits
 def sharded_mean(
     x: Any,
     axis_name: str,
@@ -56,7 +55,41 @@ def sharded_mean(
         raise ValueError(f"reduction is 'float32' or 'wire', not {reduction!r}")
     feedback, compressor = _parts(compression)
     _check_residual(residual, x.size, feedback, compressor)
-    around = Around(name, step, seed, jax.lax.axis_index(axis_name))
+    return _mean(x, axis_name, feedback, compressor, residual, (name, step, seed), reduction)
+
+
+@public
+def sharded_state(
+    compression: Spec, shape: tuple[int, ...], step: int = 0, name: str = "tensor", seed: int = 0
+) -> Any:
+    """Return what ``sharded_mean`` takes as ``residual`` in the first step, of one device.
+
+    A flat float32 array of zeros with ``ef``; with powersgd a dict of that ("residual") and of the
+    factor to begin with ("right"), which is drawn here because ``step``, ``name`` and ``seed`` are
+    known; None where nothing is remembered.
+    """
+    feedback, compressor = _parts(compression)
+    zeros = None if feedback is None else jnp.zeros(math.prod(shape), jnp.float32)
+    if type(compressor) is not PowerSGD:
+        codec_for(compressor)
+        return zeros
+    factors, state = Factors(compressor, tuple(shape)), {} if zeros is None else {"residual": zeros}
+    if compressor.warm_start and factors.matrix is not None:
+        state["right"] = factors.drawn(name, step, seed)
+    return state
+
+
+@in_64_bits
+def _mean(
+    x: Any,
+    axis_name: str,
+    feedback: ErrorFeedback | None,
+    compressor: Compressor,
+    residual: Any,
+    drawn_by: tuple[str, Any, int],
+    reduction: str,
+) -> tuple[Any, Any]:
+    around = Around(*drawn_by, jax.lax.axis_index(axis_name))
     values, size = x.astype(jnp.float32).reshape(-1), jax.lax.axis_size(axis_name)
     if type(compressor) is PowerSGD:
         factors = Factors(compressor, x.shape)
@@ -85,27 +118,6 @@ def sharded_mean(
         total = _summed(decode, payload, axis_name, size)
     mean = total if divided else product(total, unit)
     return mean.reshape(x.shape).astype(x.dtype), after
-
-
-@public
-def sharded_state(
-    compression: Spec, shape: tuple[int, ...], step: int = 0, name: str = "tensor", seed: int = 0
-) -> Any:
-    """Return what ``sharded_mean`` takes as ``residual`` in the first step, of one device.
-
-    A flat float32 array of zeros with ``ef``; with powersgd a dict of that ("residual") and of the
-    factor to begin with ("right"), which is drawn here because ``step``, ``name`` and ``seed`` are
-    known; None where nothing is remembered.
-    """
-    feedback, compressor = _parts(compression)
-    zeros = None if feedback is None else jnp.zeros(math.prod(shape), jnp.float32)
-    if type(compressor) is not PowerSGD:
-        codec_for(compressor)
-        return zeros
-    factors, state = Factors(compressor, tuple(shape)), {} if zeros is None else {"residual": zeros}
-    if compressor.warm_start and factors.matrix is not None:
-        state["right"] = factors.drawn(name, step, seed)
-    return state
 
 
 def _parts(compression: Spec) -> tuple[ErrorFeedback | None, Compressor]:
