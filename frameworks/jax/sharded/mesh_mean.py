@@ -55,7 +55,9 @@ def sharded_mean(
         raise ValueError(f"reduction is 'float32' or 'wire', not {reduction!r}")
     feedback, compressor = _parts(compression)
     _check_residual(residual, x.size, feedback, compressor)
-    return _mean(x, axis_name, feedback, compressor, residual, (name, step, seed), reduction)
+    drawn_by = name, step, seed
+    made: tuple[Any, Any] = _mean(x, axis_name, feedback, compressor, residual, drawn_by, reduction)
+    return made
 
 
 @public
