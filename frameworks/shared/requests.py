@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
 from typing import Any, Protocol
@@ -111,8 +111,29 @@ def group_requests(
     ]
 
 
-def check_some(tensors: Sequence[Any], operation: str) -> None:
-    """Raise InvalidArgument for a group of no tensors."""
+def refuse_one(
+    tensors: object,
+    operation: str,
+    leaves: str = "list(tensors.values())",
+    things: str = "tensors",
+) -> None:
+    """Raise TypeError for a mapping, or a single tensor, in the place of a group of ``things``.
+
+    ``leaves`` is what makes a list of a tree in the framework's words.
+    """
+    if isinstance(tensors, list | tuple):
+        return
+    if isinstance(tensors, Mapping) or hasattr(tensors, "shape"):
+        found = "a mapping" if isinstance(tensors, Mapping) else f"one of the {things}"
+        raise TypeError(
+            f"a grouped {operation} takes a list of {things}, not {found}: pass {leaves}, or call "
+            f"{operation} for one of them"
+        )
+
+
+def check_some(tensors: Sequence[Any], operation: str, *words: str) -> None:
+    """Raise InvalidArgument for a group of no tensors, and as ``refuse_one`` does."""
+    refuse_one(tensors, operation, *words)
     if not tensors:
         raise InvalidArgument(f"a grouped {operation} needs at least one tensor")
 

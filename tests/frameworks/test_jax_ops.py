@@ -391,6 +391,11 @@ def case_what_is_no_argument():
         with pytest.raises(TypeError, match=words) as bad:
             call(group=pair)
         assert traceback.extract_tb(bad.tb)[-1].filename == __file__, name
+    for given, found in (({"a": x}, "a mapping"), (x, "one of the arrays")):
+        for what in ("allreduce", "allgather", "reducescatter"):
+            words = rf"{what} takes a list of arrays, not {found}: pass jax\.tree\.leaves\(tree\)"
+            with pytest.raises(TypeError, match=words):
+                getattr(hvd, f"grouped_{what}")(given)
     for name in ("join", "replicas_equal", "residual_norm", "sharded_mean", "sharded_state"):
         with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected .*'odd'\. There are:"):
             getattr(hvd, name)(odd=1)

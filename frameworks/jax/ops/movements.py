@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringlet.jax.ops.cotangents import differentiable
-from ringlet.jax.ops.operands import dtype_of, name_when_run, operand
+from ringlet.jax.ops.operands import GROUP, dtype_of, name_when_run, operand
 from ringlet.jax.ops.ordered_calls import call, has_values, refuse_trace, to_array, to_jax
 from ringlet.jax.ops.reductions import grouped_allreduce
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
@@ -47,7 +47,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Gather several arrays, all together or none. See ``allgather``."""
-    check_some(tensors, "allgather")
+    check_some(tensors, "allgather", *GROUP)
     return _allgather(list(tensors), name, process_set)
 
 

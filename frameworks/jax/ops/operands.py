@@ -11,6 +11,8 @@ import numpy as np
 from ringlet.job.session import current
 from ringlet.shared.arrays import DTYPES
 
+GROUP = "jax.tree.leaves(tree)", "arrays"  # what grouped operations take
+
 
 def operand(value: Any, what: str = "array") -> Any:
     """Return an array, a number or what JAX makes an array of; TypeError if it cannot travel."""
