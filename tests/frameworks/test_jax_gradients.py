@@ -394,8 +394,12 @@ def case_errors():
         fed.update({"v": jnp.ones(3)}, state)
     with pytest.raises(TypeError, match=r"comes from its init\(params\), not tuple"):
         fed.update(grads, ())
+    complex_ones = {"z": jnp.ones(3000, "complex64") * (rank + 1j)}
     with pytest.raises(TypeError, match="gradient of 'z' is of dtype complex64"):
-        plain.init({"z": jnp.ones(3, "complex64")})
+        plain.init(complex_ones)
+    apart = optax.contrib.split_real_and_imaginary(optax.chain(fed, optax.sgd(1.0)))
+    moved, _ = jax.jit(apart.update)(complex_ones, apart.init(complex_ones))
+    np.testing.assert_allclose(moved["z"], -(hvd.size() - 1) / 2 - 1j, atol=1e-2)
     with pytest.raises(ValueError, match="unknown compressor"):
         hvd.reduce_gradients("int9")
 
@@ -946,6 +950,9 @@ def test_states_as_arrays():
         ("DistributedGradientTape", "reduce_gradients"),
         ("broadcast_parameters", "broadcast_pytree"),
         ("broadcast_optimizer_state", "broadcast_pytree"),
+        ("DiLoCo", "reduce_gradients"),
+        ("OneBitAdam", "reduce_gradients"),
+        ("Compression", "reduce_gradients"),
     ],
 )
 def test_names_of_other_adapters_are_answered_with_those_of_this_one(name, word):
