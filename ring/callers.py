@@ -49,11 +49,14 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except AttributeError as error:
+                if text := _no_process_set(error, function, args, kwargs):
+                    raise _whole(TypeError(text)) from None
+                raise
         except Exception as error:
             _improve(error, function, kwargs)
-            if text := _no_process_set(error, function, args, kwargs):
-                raise TypeError(text) from None
             raise
 
     return call
@@ -66,23 +69,35 @@ def _improve(error: Exception, function: Callable[..., Any], kwargs: dict[str, A
     tensors, until garbage is collected.
     """
     below = error.__traceback__ and error.__traceback__.tb_next
-    if below is None and isinstance(error, TypeError):
+    if below is None and isinstance(error, TypeError) and _CUT not in vars(error):
         error.args = (_better(function, kwargs, str(error)),)
     if (below is None or _on_purpose(error, below)) and not debugging():
         error.__traceback__ = None  # a bare raise adds no frame of its own
         vars(error)[_CUT] = True
 
 
+def _whole(error: TypeError) -> TypeError:
+    """Return ``error`` as one that says all there is to say, as those of public functions do."""
+    vars(error)[_CUT] = True
+    return error
+
+
 def _no_process_set(
-    error: Exception, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    error: AttributeError,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> str:
     """Return what is wrong where ``error`` came of a ``process_set`` that is none, else nothing."""
-    if not isinstance(error, AttributeError):
-        return ""
     nothing = object()
     given = inspect.signature(function).bind(*args, **kwargs).arguments.get("process_set", nothing)
     if given is not error.obj:
         return ""
+    return no_process_set(given)
+
+
+def no_process_set(given: object) -> str:
+    """Return what is wrong with ``given`` in the place of a process set."""
     return f"process_set is what add_process_set() has returned, not {given!r}"
 
 

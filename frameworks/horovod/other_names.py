@@ -42,6 +42,9 @@ _ELSEWHERE = {
     "ringlet.jax": {
         "DistributedOptimizer": "optax.chain(hvd.reduce_gradients(...), optax.adam(1e-3))",
         "DistributedGradientTape": "hvd.reduce_gradients(...), in an optax.chain",
+        "Compression": 'a spec, as in hvd.reduce_gradients("fp16")',
+        "DiLoCo": "hvd.reduce_gradients(...) in every step; DiLoCo is PyTorch's, in ringlet.torch",
+        "OneBitAdam": "hvd.reduce_gradients(...) before optax's; OneBitAdam is ringlet.torch's",
         "broadcast_parameters": "params = hvd.broadcast_pytree(params, root_rank=0)",
         "broadcast_variables": "params = hvd.broadcast_pytree(params, root_rank=0)",
         "broadcast_optimizer_state": "state = hvd.broadcast_pytree(state, root_rank=0)",

@@ -20,6 +20,7 @@ from ringlet.horovod import common_names
 from ringlet.horovod.common_names import *  # noqa: F403
 from ringlet.horovod.other_names import no_such_name
 from ringlet.jax import elastic
+from ringlet.jax.carried_states import carry_over
 from ringlet.jax.distributed import init
 from ringlet.jax.functions import broadcast_pytree, replicas_equal
 from ringlet.jax.gradient_transformation import (
@@ -50,6 +51,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_pytree",
+    "carry_over",
     "elastic",
     "grouped_allgather",
     "grouped_allreduce",

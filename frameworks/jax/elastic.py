@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ringlet.jax.carried_states import merged, reductions, shared
 from ringlet.jax.functions import broadcast_pytree
-from ringlet.jax.gradient_transformation import (
-    ReduceGradientsState,
-    carrying_over,
-    residual_norm,
-)
+from ringlet.jax.gradient_transformation import carrying_over, residual_norm
 from ringlet.jax.ops.any_dtype import carried, is_key
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
@@ -94,11 +91,11 @@ class JaxState(ObjectState):
             name: value for name, value in super().content().items() if name not in self._trees()
         }
         for name in self._trees():
-            paths, leaves = paths_and_leaves(_shared(getattr(self, name)))
+            paths, leaves = paths_and_leaves(shared(getattr(self, name)))
             moving = [carried(leaf, f"leaf {p!r}") for p, leaf in zip(paths, leaves, strict=True)]
             arrays = [np.asarray(each.array) for each in moving]
             found[name] = dict(zip(paths, arrays, strict=True))
-        return {"": [int(state.step) for state in _reductions(self.opt_state)], **found}
+        return {"": [int(state.step) for state in reductions(self.opt_state)], **found}
 
     def sync(self) -> None:
         """Take over rank 0's trees and objects, and save them. Collective.
@@ -106,22 +103,22 @@ class JaxState(ObjectState):
         Raises Mismatch, the same on every rank, where trees differ.
         """
         if self.opt_state is None or is_elastic():
-            with carrying_over(_reductions(self.opt_state)):
+            with carrying_over(reductions(self.opt_state)):
                 made = self.optimizer.init(self.params)
             before = made if self.opt_state is None else self.opt_state
-            self.opt_state = _merged(before, _shared(before), _reductions(made))
-        own = _reductions(self.opt_state)
+            self.opt_state = merged(before, shared(before), reductions(made))
+        own = reductions(self.opt_state)
         steps = broadcast_object([int(state.step) for state in own])
         numbered = [s._replace(step=jnp.int32(n)) for s, n in zip(own, steps, strict=True)]
         trees = {name: getattr(self, name) for name in self._agreed_trees()}
-        common = broadcast_pytree({name: _shared(tree) for name, tree in trees.items()})
+        common = broadcast_pytree({name: shared(tree) for name, tree in trees.items()})
         for name, tree in trees.items():
-            setattr(self, name, _merged(tree, common[name], numbered))
+            setattr(self, name, merged(tree, common[name], numbered))
         super().sync()
 
     def forget_held(self) -> bool:
         """Forget what compressors remember, in ``opt_state``."""
-        own = _reductions(self.opt_state)
+        own = reductions(self.opt_state)
         there = any(bool(state.present.any()) for state in own)
         emptied = [
             state._replace(
@@ -130,7 +127,7 @@ class JaxState(ObjectState):
             )
             for state in own
         ]
-        self.opt_state = _merged(self.opt_state, _shared(self.opt_state), emptied)
+        self.opt_state = merged(self.opt_state, shared(self.opt_state), emptied)
         return there
 
     def _agreed_trees(self) -> list[str]:
@@ -216,24 +213,3 @@ def _described(outline: Any) -> str:
     paths, leaves = paths_and_leaves(outline)
     kinds = [str(leaf) if isinstance(leaf, _Outline) else "" for leaf in leaves]
     return repr(list(zip(paths, kinds, strict=True)))
-
-
-def _is_own(value: Any) -> bool:
-    return isinstance(value, ReduceGradientsState)
-
-
-def _reductions(tree: Any) -> list[ReduceGradientsState]:
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_own) if _is_own(leaf)]
-
-
-def _shared(tree: Any) -> Any:
-    """Return a tree without what is each rank's own."""
-    return jax.tree.map(lambda leaf: None if _is_own(leaf) else leaf, tree, is_leaf=_is_own)
-
-
-def _merged(tree: Any, shared: Any, own: Sequence[ReduceGradientsState]) -> Any:
-    """Return a tree like ``tree`` with the leaves of ``shared``, and ``own`` states."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_own)
-    common, states = iter(jax.tree.leaves(shared)), iter(own)
-    filled = [next(states) if _is_own(leaf) else next(common) for leaf in leaves]
-    return jax.tree.unflatten(structure, filled)

@@ -11,9 +11,11 @@ from ringlet.jax.ops.movements import broadcast_all
 from ringlet.jax.ops.ordered_calls import refuse_trace, to_array
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.ring.callers import public
 from ringlet.shared.model_agreement import common_names, equal_on_all_ranks
 
 
+@public
 def broadcast_pytree(
     tree: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -40,6 +42,7 @@ def broadcast_pytree(
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), found)
 
 
+@public
 def replicas_equal(tree: Any) -> bool:
     """Whether a pytree is bit-equal on all ranks. Collective, the same answer on every rank."""
     refuse_trace("replicas_equal")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ringlet.compressors import Compressor
 from ringlet.compressors.base.nesting import overrides
 from ringlet.compressors.states import prescale, resize
 from ringlet.jax.held_state import Held, flattened, merge_layouts, nested, store
@@ -29,7 +30,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.precision import Policy
 from ringlet.precision.reduction import carrier
-from ringlet.ring.callers import public
+from ringlet.ring.callers import no_process_set, public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
@@ -100,6 +101,8 @@ def reduce_gradients(
     reduces zeros, at step 0 and at other steps of schedules. Raises SpecError (a ValueError), and
     ValueError for a compressor whose state changes its shape.
     """
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(no_process_set(process_set))
     if reduction not in (None, "float32", "wire"):
         raise ValueError(f"reduction is 'float32', 'wire' or None, not {reduction!r}")
     options = Options(
@@ -121,7 +124,7 @@ def reduce_gradients(
 
 
 class _CarriedOver:
-    """States of reductions among other ranks, from which new ones take what goes on."""
+    """States of reductions by other specs, or among other ranks, from which new ones go on."""
 
     def __init__(self, states: Sequence[ReduceGradientsState]) -> None:
         self._states = list(states)
@@ -145,10 +148,15 @@ class _CarriedOver:
         before = max(owner[1], 1)
         ranks = settings.process_set
         among = ranks.size() if ranks.included() else before
-        for path, arrays in _of_paths(old.held, np.asarray(old.present)).items():
+        present = np.asarray(old.present)
+        divided = _of_paths(old.held, present == _DIVIDED)
+        for path, arrays in _of_paths(old.held, present).items():
             compressor = settings.router(path)
             units = compressor.traits().gradient_units
             state = jax.tree.map(np.array, nested(arrays))
+            divides = settings.averages and compressor.traits().predivide
+            if divides != bool(divided[path]):  # of another spec
+                prescale(state, compressor, 1 / before if divides else before)
             resize(state, compressor, before, among, settings.averages, False, settings.predivide)
             for key, given in flattened(state).items():
                 room = held.get(path, {}).get(key)
@@ -203,6 +211,7 @@ class _Reductions:
         self._layouts: dict[tuple[Slot, ...], Layouts] = {}
         self._following: int | None = None  # the step that comes next
 
+    @public
     def init(self, params: Any) -> ReduceGradientsState:
         """Return the state for gradients like ``params``, which may be shapes and dtypes."""
         slots = _slots(params)
@@ -221,6 +230,7 @@ class _Reductions:
         owner = jnp.array(self._own(whose or [0, 1]), jnp.int32)
         return ReduceGradientsState(jnp.int32(step), jnp.array(present, jnp.uint8), arrays, owner)
 
+    @public
     def update(
         self, updates: Any, state: ReduceGradientsState, params: Any = None
     ) -> tuple[Any, ReduceGradientsState]:
@@ -403,6 +413,8 @@ class _Reductions:
         chosen, states = self._settings.router, reducer.memory.states
         divided = _of_paths(lent.places, lent.present == _DIVIDED)
         for path, known in _of_paths(lent.places, lent.present).items():
+            if _forgets(chosen(path)):  # or a later spec would add what is long out of date
+                continue
             state = states.setdefault(path, {})
             put(state, nested(known))
             before = lent.among if divided[path] else 1  # of another spec, or among other ranks
@@ -429,14 +441,14 @@ class _Reductions:
         lost = [
             (path, sorted(arrays), chosen(path))
             for path, arrays in known.items()
-            if arrays and not chosen(path).traits().stateful and not overrides(chosen(path), "at")
+            if arrays and _forgets(chosen(path))
         ]
         if lost and self._settings.process_set.rank() == 0:
             path, keys, compressor = lost[0]
             log.warning(
                 "the state of reduce_gradients holds %s of %r, of which %r makes nothing%s: what "
-                "was held back of these gradients is lost. To begin without it, call init(params) "
-                "anew; another spec with '| ef' goes on with it",
+                "was held back of these gradients is lost, and the next state is without it. A "
+                "spec with '| ef' would go on with it",
                 keys, path, str(compressor),
                 f"; and so on of {len(lost) - 1} more" if len(lost) > 1 else "",
             )  # fmt: skip
@@ -510,6 +522,11 @@ class _OfOneList(GradientReducer):
         return super()._compared(slots, unused)
 
 
+def _forgets(compressor: Compressor) -> bool:
+    """Whether a compressor remembers nothing, whatever another one has left."""
+    return not compressor.traits().stateful and not overrides(compressor, "at")
+
+
 def _some_values(slot: Slot) -> Array:
     """Return values to try compressors with: of zeros some remember nothing."""
     values = np.cos(np.arange(prod(slot.shape), dtype=np.float32)).reshape(slot.shape)
@@ -574,7 +591,10 @@ def _of_paths(held: Mapping[str, Mapping[str, Any]], present: Array) -> dict[str
 
 @contextmanager
 def carrying_over(states: Sequence[ReduceGradientsState]) -> Iterator[None]:
-    """Let ``init`` go on, inside, from ``states`` of the same gradients among other ranks."""
+    """Let ``init`` go on, inside, from ``states`` of the same gradients.
+
+    They are those of other specs, or among other ranks.
+    """
     token = _carried.set(_CarriedOver(states) if states else None)
     try:
         yield
@@ -582,6 +602,7 @@ def carrying_over(states: Sequence[ReduceGradientsState]) -> Iterator[None]:
         _carried.reset(token)
 
 
+@public
 def residual_norm(state: Any) -> Any:
     """Return the Euclidean norm (float32) of what this rank holds back, inside ``jax.jit`` too.
 

@@ -19,6 +19,10 @@ from ringlet.ring.dtypes import Array
 Held = dict[str, dict[str, Any]]  # arrays by path and key
 
 _PLAIN = ("float16", "float32", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bool")
+_ROOM = (
+    "For another compression, on all ranks: state = hvd.carry_over(state, transformation, params) "
+    "keeps residuals, and init(params) begins anew"
+)
 _NUMBERS = {"py_int": int, "py_float": float, "py_bool": bool}
 
 
@@ -92,14 +96,13 @@ def store(state: State, into: Mapping[str, Array], present: Array, what: str) ->
         elif source.shape != target.shape or source.dtype != target.dtype:
             raise ValueError(
                 f"{what} now remembers {key!r} as {source.dtype}{list(source.shape)}; the state "
-                f"has room for {target.dtype}{list(target.shape)}. Call init again, on all ranks"
+                f"has room for {target.dtype}{list(target.shape)}. {_ROOM}"
             )
         elif source.ctypes.data != target.ctypes.data:
             target[...] = source
     if made:
         raise ValueError(
-            f"{what} now remembers {sorted(made)}, for which the state has no room. Call init "
-            "again, on all ranks"
+            f"{what} now remembers {sorted(made)}, for which the state has no room. {_ROOM}"
         )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
 from typing import Any, Protocol
+
+import numpy as np
 
 from ringlet.compressors import BF16, FP16, Compressor, NoCompression
 from ringlet.compressors.base.nesting import overrides
@@ -41,12 +43,29 @@ def wait_all(handles: Iterable[Waitable]) -> None:
 
 
 def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """Return the op that Horovod's two ways of naming it mean; ValueError if both are used."""
-    if average is not None and op is not None:
-        raise ValueError("pass op or average (which is deprecated), not both")
-    if op is not None:
+    """Return the op that Horovod's two ways of naming it mean.
+
+    Raises ValueError if both are used, or ``average`` is neither True nor False.
+    """
+    if average is None:
+        if op is None:
+            return ReduceOp.AVERAGE
         return op if type(op) is ReduceOp else as_op(op)
-    return ReduceOp.SUM if average is False else ReduceOp.AVERAGE
+    if op is not None:
+        raise ValueError("pass op or average (which is deprecated), not both")
+    if not isinstance(average, bool | np.bool_):
+        raise ValueError(_no_average(average))
+    return ReduceOp.AVERAGE if average else ReduceOp.SUM
+
+
+def _no_average(given: object) -> str:
+    """Return what to write where ``given`` stands in the place of ``average``."""
+    meant = ""
+    if isinstance(given, ReduceOp):
+        meant = f": write op=hvd.{given.name.title()}"
+    elif isinstance(given, str):
+        meant = f": write name={given!r}"
+    return f"average (which is deprecated) is True or False, not {given!r}{meant}"
 
 
 def as_op(op: Any) -> ReduceOp:
@@ -92,8 +111,29 @@ def group_requests(
     ]
 
 
-def check_some(tensors: Sequence[Any], operation: str) -> None:
-    """Raise InvalidArgument for a group of no tensors."""
+def refuse_one(
+    tensors: object,
+    operation: str,
+    leaves: str = "list(tensors.values())",
+    things: str = "tensors",
+) -> None:
+    """Raise TypeError for a mapping, or a single tensor, in the place of a group of ``things``.
+
+    ``leaves`` is what makes a list of a tree in the framework's words.
+    """
+    if isinstance(tensors, list | tuple):
+        return
+    if isinstance(tensors, Mapping) or hasattr(tensors, "shape"):
+        found = "a mapping" if isinstance(tensors, Mapping) else f"one of the {things}"
+        raise TypeError(
+            f"a grouped {operation} takes a list of {things}, not {found}: pass {leaves}, or call "
+            f"{operation} for one of them"
+        )
+
+
+def check_some(tensors: Sequence[Any], operation: str, *words: str) -> None:
+    """Raise InvalidArgument for a group of no tensors, and as ``refuse_one`` does."""
+    refuse_one(tensors, operation, *words)
     if not tensors:
         raise InvalidArgument(f"a grouped {operation} needs at least one tensor")
 

@@ -20,7 +20,7 @@ from ringlet.compressors import Compressor, Payload, Traits, resolve
 from ringlet.compressors.modifiers.residuals import wide
 from ringlet.compressors.testing.tools.simulate import simulate
 from ringlet.jax import elastic
-from ringlet.jax.gradient_transformation import carrying_over
+from ringlet.jax.gradient_transformation import _of_paths, carrying_over
 from ringlet.jax.held_state import flattened, merge_layouts, nested, store
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.session import current
@@ -394,8 +394,12 @@ def case_errors():
         fed.update({"v": jnp.ones(3)}, state)
     with pytest.raises(TypeError, match=r"comes from its init\(params\), not tuple"):
         fed.update(grads, ())
+    complex_ones = {"z": jnp.ones(3000, "complex64") * (rank + 1j)}
     with pytest.raises(TypeError, match="gradient of 'z' is of dtype complex64"):
-        plain.init({"z": jnp.ones(3, "complex64")})
+        plain.init(complex_ones)
+    apart = optax.contrib.split_real_and_imaginary(optax.chain(fed, optax.sgd(1.0)))
+    moved, _ = jax.jit(apart.update)(complex_ones, apart.init(complex_ones))
+    np.testing.assert_allclose(moved["z"], -(hvd.size() - 1) / 2 - 1j, atol=1e-2)
     with pytest.raises(ValueError, match="unknown compressor"):
         hvd.reduce_gradients("int9")
 
@@ -632,8 +636,14 @@ def case_a_spec_that_remembers_nothing_goes_on():
         hvd.reduce_gradients({"w": "topk(ratio=0.2) | ef", "*": "none"}).update(given, state)
         assert not texts
         after = hvd.reduce_gradients("fp16")
+        held = state
         for _ in range(2):
             _, state = after.update(given, state)
+            assert hvd.residual_norm(state) == 0
+    _, again = before.update(given, state)  # no later spec adds what is long out of date
+    _, anew = before.update(given, before.init(given)._replace(step=state.step))
+    assert bits(again.held) == bits(anew.held)
+    assert hvd.size() == 1 or hvd.residual_norm(held) > 0
     assert len(texts) == (hvd.rank() == 0 and hvd.size() > 1), texts  # alone, all is given back
     for text in texts:
         assert "holds ['residual'] of 'w', of which 'fp16' makes nothing: " in text
@@ -661,6 +671,57 @@ def case_what_one_spec_held_back_another_delivers():
             owed = hvd.allreduce(given["w"], op=hvd.Average, name="owed")
             np.testing.assert_allclose(sent["w"], owed, atol=5e-3)
             assert np.abs(left).max() < 1e-2
+
+
+def case_residuals_go_on_with_another_spec():
+    """Also where it remembers in other arrays than the one before, and the moments of Adam stay."""
+    size, rank = hvd.size(), hvd.rank()
+    if size == 1:
+        return  # nothing is held back
+    params = {"w": jnp.zeros((50, 60)), "b": jnp.zeros(3)}
+    row = np.random.default_rng(rank).normal(size=(50, 60))
+    given = {"w": jnp.asarray(row, jnp.float32), "b": jnp.ones(3)}
+    optimizers = {
+        spec: optax.chain(hvd.reduce_gradients(spec), optax.adam(0.1))
+        for spec in ("topk(ratio=0.01) | ef", "powersgd(rank=2) | ef", "int8 | ef(dtype='bf16')",
+                     "fp16 | ef", "onebit | ef(dtype='int8')", "none")
+    }  # fmt: skip
+    (first, one), *others = optimizers.items()
+    _, state = one.update(given, one.init(params), params)
+    held = np.array(state[0].held["w"]["residual"])
+    assert np.abs(held).max() > 1
+    texts = []
+    with warned(texts):
+        for spec, other in others:
+            if spec in ("powersgd(rank=2) | ef", "int8 | ef(dtype='bf16')"):
+                with pytest.raises(ValueError, match=r"no room\. .*hvd\.carry_over\(state, transf"):
+                    other.update(given, state, params)
+            taken = hvd.carry_over(state, other, params)
+            assert bits(taken[1]) == bits(state[1])
+            assert int(taken[0].step) == 1
+            if spec == "none":
+                continue
+            assert not texts
+            share = size if spec == "fp16 | ef" else 1
+            np.testing.assert_allclose(taken[0].held["w"]["residual"] * share, held, rtol=1e-6)
+            update = jax.jit(other.update)
+            for _ in range(2):
+                _, taken = update(given, taken, params)
+            assert int(taken[0].step) == 3
+            if size == 2:  # of three and more, what shards lack is in it too
+                made = _of_paths(taken[0].held, np.asarray(taken[0].present))["w"]
+                kept = wide(nested(jax.tree.map(np.array, made)))
+                back = hvd.carry_over(taken, one, params)[0].held["w"]["residual"]
+                np.testing.assert_allclose(back, kept * share, rtol=1e-6)
+    words = "carry_over forgets ['residual'] of 'w', of which the new compression makes nothing"
+    assert len(texts) == (rank == 0), texts
+    assert all(words in text for text in texts)
+    with pytest.raises(ValueError, match="is of another optimizer than the transformation"):
+        hvd.carry_over(state, optax.chain(hvd.reduce_gradients(first), optax.sgd(0.1)), params)
+    with pytest.raises(ValueError, match="holds nothing of reduce_gradients"):
+        hvd.carry_over(optax.adam(0.1).init(params), one, params)
+    with pytest.raises(RuntimeError, match=r"carry_over inside jax\.jit"):
+        jax.jit(lambda state: hvd.carry_over(state, one, params))(state)
 
 
 def case_adasum_of_casts():
@@ -889,6 +950,9 @@ def test_states_as_arrays():
         ("DistributedGradientTape", "reduce_gradients"),
         ("broadcast_parameters", "broadcast_pytree"),
         ("broadcast_optimizer_state", "broadcast_pytree"),
+        ("DiLoCo", "reduce_gradients"),
+        ("OneBitAdam", "reduce_gradients"),
+        ("Compression", "reduce_gradients"),
     ],
 )
 def test_names_of_other_adapters_are_answered_with_those_of_this_one(name, word):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -225,8 +227,6 @@ def case_trees():
     if hvd.size() > 1:
         with pytest.raises(hvd.HorovodInternalError, match=r"'a' differs between ranks"):
             hvd.broadcast_pytree({"a": jnp.ones(3 + rank)})
-    with pytest.raises(TypeError, match="leaf 'c' is of dtype complex64"):
-        hvd.broadcast_pytree({"c": jnp.ones(2, jnp.complex64)})
     with pytest.raises(TypeError, match=r"array is a dict.*jax\.tree\.leaves\(tree\)"):
         hvd.allreduce({"w": jnp.ones(3)})
     with pytest.raises(TypeError, match=r"leaf 'f' is a function, 'tanh'.*equinox\.is_array"):
@@ -245,6 +245,7 @@ def case_trees_of_what_no_collective_combines():
         "narrow": jnp.full((3, 2), rank, jnp.int4),
         "eight": jnp.full(5, rank, jnp.float8_e4m3fn),
         "none": jnp.zeros((0, 2), jnp.uint32),
+        "complex": jnp.full((2, 2), rank + 1j, jnp.complex64),
     }
     same = hvd.broadcast_pytree(tree, root_rank=hvd.size() - 1)
     assert hvd.replicas_equal(same)
@@ -255,6 +256,7 @@ def case_trees_of_what_no_collective_combines():
     assert same["old"].tolist() == [0, hvd.size() - 1]
     assert same["narrow"].astype("int32").tolist() == [[hvd.size() - 1] * 2] * 3
     assert float(same["eight"][4]) == hvd.size() - 1
+    assert same["complex"].tolist() == [[hvd.size() - 1 + 1j] * 2] * 2
     if hvd.size() > 1:
         with pytest.raises(hvd.HorovodInternalError, match=r"'k' differs between ranks"):
             hvd.broadcast_pytree({"k": jax.random.key(0, impl="rbg" if rank else None)})
@@ -282,12 +284,16 @@ def case_errors():
             with pytest.raises(hvd.HorovodInternalError, match="shapes differ") as caught:
                 call(jnp.ones(3 + rank))
             assert type(caught.value).__name__ == "Mismatch"
+            assert traceback.extract_tb(caught.tb)[-1].filename == __file__
             texts.append(str(caught.value))
         assert len(set(hvd.allgather_object(texts.pop()))) == 1
     for turn in range(3):
         assert jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))(float(turn)) == turn * size
-    with pytest.raises(TypeError, match="complex64"):
+    with pytest.raises(TypeError, match=r"complex64, .*split_real_and_imaginary\(optax\.chain"):
         jax.jit(hvd.allreduce)(jnp.ones(2, jnp.complex64))
+    for call in both(lambda x: hvd.allreduce(x, hvd.Sum)):
+        with pytest.raises(ValueError, match=r"average .* is True or False.*: write op=hvd\.Sum"):
+            call(jnp.ones(3))
     with pytest.raises(ValueError, match="one of the ranks"):
         jax.jit(lambda x: hvd.broadcast(x, 77))(1.0)
     for refused in (hvd.barrier, hvd.join, lambda: hvd.broadcast_pytree({})):
@@ -295,6 +301,27 @@ def case_errors():
             jax.jit(refused)()
     with pytest.raises(jax.errors.JaxRuntimeError):  # what others' callbacks raise stays as it is
         jax.block_until_ready(jax.jit(_failing)(1.0))
+
+
+def case_an_interrupt_in_a_program():
+    """Ctrl-C, and an exit by a signal's handler, come out as what they are."""
+    total = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    assert total(1.0) == hvd.size()
+    for raised in (KeyboardInterrupt(), SystemExit(3)):
+        odd = jax.jit(
+            lambda x, e=raised: ordered_calls.call(_raising(e), [x], [("float32", ())])[0]
+        )
+        with pytest.raises(type(raised)) as caught:
+            jax.block_until_ready(odd(1.0))
+        assert caught.value.args == raised.args
+    assert total(1.0) == hvd.size()
+
+
+def _raising(error):
+    def function(arrays, results):
+        raise error
+
+    return function
 
 
 def case_a_program_whose_input_is_still_computed():
@@ -338,6 +365,55 @@ def case_copies():
         ordered_calls._primitive = primitive
 
 
+def case_what_is_no_argument():
+    """A list in the place of a process set, and other libraries' keywords, in a short traceback."""
+    x, pair = jnp.ones((hvd.size(), 2)), [0, 1]
+    calls = {
+        "allreduce": lambda **given: hvd.allreduce(x, **given),
+        "grouped_allreduce": lambda **given: hvd.grouped_allreduce([x], **given),
+        "allgather": lambda **given: hvd.allgather(x, **given),
+        "grouped_allgather": lambda **given: hvd.grouped_allgather([x], **given),
+        "broadcast": lambda **given: hvd.broadcast(x, 0, **given),
+        "alltoall": lambda **given: hvd.alltoall(x, **given),
+        "reducescatter": lambda **given: hvd.reducescatter(x, **given),
+        "grouped_reducescatter": lambda **given: hvd.grouped_reducescatter([x], **given),
+        "broadcast_pytree": lambda **given: hvd.broadcast_pytree({"x": x}, **given),
+        "barrier": hvd.barrier,
+        "reduce_gradients": hvd.reduce_gradients,
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            TypeError, match=r"^process_set is what add_process_set.*\[0, 1\]"
+        ) as bad:
+            call(process_set=pair)
+        assert traceback.extract_tb(bad.tb)[-1].filename == __file__, name
+        words = rf"^{name}\(\) got .*'group'; did you mean 'process_set'\? There are: "
+        with pytest.raises(TypeError, match=words) as bad:
+            call(group=pair)
+        assert traceback.extract_tb(bad.tb)[-1].filename == __file__, name
+    for given, found in (({"a": x}, "a mapping"), (x, "one of the arrays")):
+        for what in ("allreduce", "allgather", "reducescatter"):
+            words = rf"{what} takes a list of arrays, not {found}: pass jax\.tree\.leaves\(tree\)"
+            with pytest.raises(TypeError, match=words):
+                getattr(hvd, f"grouped_{what}")(given)
+    for name in ("join", "replicas_equal", "residual_norm", "sharded_mean", "sharded_state"):
+        with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected .*'odd'\. There are:"):
+            getattr(hvd, name)(odd=1)
+    if hvd.size() > 1:
+        odd = jnp.ones((hvd.size(), 3 + hvd.rank()))
+        made = hvd.reduce_gradients("int8 | ef")
+        for call in (
+            lambda: hvd.broadcast(odd, 0, name="odd"),
+            lambda: hvd.allgather(odd, name="odd"),
+            lambda: hvd.reducescatter(odd, name="odd"),
+            lambda: hvd.broadcast_pytree(odd),
+            lambda: made.init(odd),
+        ):
+            with pytest.raises(hvd.HorovodInternalError, match="between ranks") as bad:
+                call()
+            assert traceback.extract_tb(bad.tb)[-1].filename == __file__
+
+
 def case_process_sets():
     rank = hvd.rank()
     pair = hvd.add_process_set([0, 2])
@@ -371,6 +447,7 @@ SIZES = {
     case_trees_of_what_no_collective_combines: (2,),
     case_numbers_that_jax_would_wrap: (2,),
     case_process_sets: (3,),
+    case_an_interrupt_in_a_program: (1, 2),
 }
 
 
@@ -378,10 +455,15 @@ def test_on_ranks(case, transport, size, run_case):
     run_case(case, transport, size)
 
 
-def test_errors_of_a_callback_are_told_once():
-    with pytest.raises(KeyError), raised_errors.noted():
-        raise KeyError("a key of its own")
-    with pytest.raises(KeyError, match="of its own"), raised_errors.told():
-        raise jax.errors.JaxRuntimeError("INTERNAL: KeyError: 'a key of its own'")
-    with pytest.raises(jax.errors.JaxRuntimeError), raised_errors.told():
-        raise jax.errors.JaxRuntimeError("INTERNAL: KeyError: 'a key of its own'")
+@pytest.mark.parametrize(
+    "error", [KeyError("a key of its own"), KeyboardInterrupt(), SystemExit(3), SystemExit()]
+)
+def test_errors_of_a_callback_are_told_once(error):
+    with pytest.raises(type(error)), raised_errors.noted():
+        raise error
+    text = f"INTERNAL: {type(error).__name__}: {error}"
+    assert raised_errors.told(jax.errors.JaxRuntimeError("INTERNAL: 3 of another's")) is None
+    told = raised_errors.told(jax.errors.JaxRuntimeError(text))
+    assert type(told) is type(error)
+    assert (told.args, told.__traceback__) == (error.args, None)
+    assert raised_errors.told(jax.errors.JaxRuntimeError(text)) is None

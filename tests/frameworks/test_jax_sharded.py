@@ -213,6 +213,33 @@ def mistakes():
         hvd.sharded_mean(jnp.ones(3), "data", reduction="double")
 
 
+def what_is_no_row_of_floats():
+    """Imaginary parts and whole numbers would be rounded away, and other residuals added."""
+    for dtype, words in (
+        ("complex64", r"dtype complex64.*x\.real and x\.imag.*optax\.contrib\.split_real_and_im"),
+        ("int32", r"dtype int32.*jax\.lax\.psum"),
+        ("bool", "dtype bool"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            sharded(lambda x: hvd.sharded_mean(x, "data")[0], in_specs=axis,
+                    out_specs=axis)(jnp.ones((DEVICES, 5), dtype))  # fmt: skip
+    with pytest.raises(TypeError, match=r"x is one array, not a dict: .*jax\.tree\.leaves"):
+        hvd.sharded_mean({"w": jnp.ones(3)}, "data")
+    for spec, residual, words in (
+        ("int8 | ef", jnp.ones((1, 6)), r"of shape \(6,\), .*shape \(1, 6\)\..*residual\[0\]"),
+        ("int8 | ef", jnp.ones(()), r"of shape \(6,\)"),
+        ("int8 | ef", {"w": jnp.ones(6)}, r"of shape \(6,\), .*not dict"),
+        ("powersgd | ef", {"residual": jnp.ones(5)}, r"of shape \(6,\), .*shape \(5,\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hvd.sharded_mean(jnp.ones((2, 3)), "data", spec, residual)
+    with pytest.raises(TypeError, match="the dict that sharded_state returns"):
+        hvd.sharded_mean(jnp.ones((2, 3)), "data", "powersgd | ef", jnp.ones(6))
+    for dtype in ("float16", "bfloat16"):
+        kept = sharded(lambda x: hvd.sharded_mean(x, "data")[0], in_specs=axis, out_specs=axis)
+        assert kept(jnp.ones((DEVICES, 5), dtype)).dtype == dtype
+
+
 # Each is a process: together they compile for minutes.
 CHECKS = {
     "means of codes": lambda: means(*CODES),
@@ -225,6 +252,7 @@ CHECKS = {
         the_page(),
         traced_once(),
         mistakes(),
+        what_is_no_row_of_floats(),
     ),
 }
 

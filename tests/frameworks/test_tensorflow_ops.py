@@ -165,6 +165,12 @@ def case_grouped_allreduce():
     assert tf.convert_to_tensor(rows).numpy().tolist() == [[1.0] * 4] * size
     with pytest.raises(hvd.HorovodInternalError, match="at least one tensor"):
         hvd.grouped_allreduce([])
+    for given, found in (({"a": filled(2, 2)}, "a mapping"), (filled(2, 2), "one of the tensors")):
+        for what in ("allreduce", "allgather", "reducescatter"):
+            words = rf"a grouped {what} takes a list of tensors, not {found}: pass "
+            words += r"tf\.nest\.flatten\(tree\)"
+            with pytest.raises(TypeError, match=words):
+                getattr(hvd, f"grouped_{what}")(given)
 
 
 def case_many_nodes_in_one_function():

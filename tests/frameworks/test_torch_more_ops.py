@@ -44,6 +44,12 @@ def case_grouped_allreduce():
     assert y.grad.tolist() == [2 * size] * 2
     with pytest.raises(hvd.HorovodInternalError, match="at least one tensor"):
         hvd.grouped_allreduce([])
+    for given, found in (({"a": filled(2, 2)}, "a mapping"), (filled(2, 2), "one of the tensors")):
+        for what in ("allreduce", "allgather", "reducescatter"):
+            words = rf"a grouped {what} takes a list of tensors, not {found}: pass "
+            words += r"list\(tensors\.values\(\)\)"
+            with pytest.raises(TypeError, match=words):
+                getattr(hvd, f"grouped_{what}")(given)
 
 
 def case_a_group_in_place_that_overlaps():

@@ -236,6 +236,15 @@ def case_average_arguments():
     for both in ({"average": True, "op": hvd.Sum}, {"average": False, "op": hvd.Average}):
         with pytest.raises(ValueError, match="not both"):
             hvd.allreduce(x, **both)
+    assert hvd.allreduce(x, np.True_).item() == total / hvd.size()
+    assert hvd.allreduce(x, np.False_).item() == total
+    for given, meant in ((hvd.Sum, "write op=hvd.Sum"), ("loss", "write name='loss'"), (1, "1")):
+        words = rf"average \(which is deprecated\) is True or False, not .*{meant}$"
+        for call in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async, hvd.allreduce_async_):
+            with pytest.raises(ValueError, match=words):
+                call(x, given)
+        with pytest.raises(ValueError, match=words):
+            hvd.grouped_allreduce([x], given)
 
 
 def case_scale_factors():

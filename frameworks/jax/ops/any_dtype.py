@@ -1,7 +1,7 @@
 """Arrays of any dtype on their way to other ranks: as bytes where collectives do not take them.
 
-Nobody adds up keys of random numbers, unsigned integers or numbers of 8 bits and fewer, but states
-of optimizers and programs hold them.
+No collective combines keys of random numbers, unsigned integers, complex numbers or those of 8 bits
+and fewer, but parameters, and states of optimizers and programs, hold them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Carried(NamedTuple):
 def carried(leaf: Any, what: str = "array") -> Carried:
     """Return an array, a number or keys of random numbers as what can travel.
 
-    Raises TypeError, naming ``what``, for what cannot, such as texts and complex numbers.
+    Raises TypeError, naming ``what``, for what cannot, such as texts.
     """
     if is_key(leaf):
         impl, data = jax.random.key_impl(leaf), carried(jax.random.key_data(leaf), what)
@@ -49,7 +49,7 @@ def carried(leaf: Any, what: str = "array") -> Carried:
 
 def as_bytes(dtype: Any) -> bool:
     """Whether numbers of this dtype, which no collective combines, travel as bytes."""
-    return jnp.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, np.floating)
+    return jnp.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, np.inexact)
 
 
 def is_key(leaf: Any) -> bool:

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringlet.jax.ops.cotangents import differentiable
-from ringlet.jax.ops.operands import dtype_of, name_when_run, operand
+from ringlet.jax.ops.operands import GROUP, dtype_of, name_when_run, operand
 from ringlet.jax.ops.ordered_calls import call, has_values, refuse_trace, to_array, to_jax
 from ringlet.jax.ops.reductions import grouped_allreduce
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.job.session import current
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.array_operations import (
@@ -26,6 +27,7 @@ from ringlet.shared.arrays import flat
 from ringlet.shared.requests import check_some, check_splits, rows_to_send
 
 
+@public
 def allgather(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -38,16 +40,18 @@ def allgather(
     return _allgather([tensor], name, process_set, single=True)[0]
 
 
+@public
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Gather several arrays, all together or none. See ``allgather``."""
-    check_some(tensors, "allgather")
+    check_some(tensors, "allgather", *GROUP)
     return _allgather(list(tensors), name, process_set)
 
 
+@public
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -95,6 +99,7 @@ def broadcast_all(
     return call(move, tensors, list(zip(dtypes, shapes, strict=True)))
 
 
+@public
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -120,12 +125,14 @@ def alltoall(
     return _turned(given, name, process_set)
 
 
+@public
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the process set has called it. Not inside ``jax.jit``."""
     refuse_trace("barrier")
     wait_at_barrier(name_when_run("barrier", None, process_set.number())(), process_set)
 
 
+@public
 def join() -> int:
     """Go on without this rank's data until all ranks have joined; return who did so last.
 

@@ -11,6 +11,8 @@ import numpy as np
 from ringlet.job.session import current
 from ringlet.shared.arrays import DTYPES
 
+GROUP = "jax.tree.leaves(tree)", "arrays"  # what grouped operations take
+
 
 def operand(value: Any, what: str = "array") -> Any:
     """Return an array, a number or what JAX makes an array of; TypeError if it cannot travel."""
@@ -59,6 +61,12 @@ def _refuse_wrapping(value: Any, dtype: Any, what: str) -> None:
 def dtype_of(array: Any, what: str = "array") -> str:
     """Return the name of the array's dtype; TypeError for one that cannot travel."""
     name = str(array.dtype.name)
+    if name.startswith("complex"):
+        raise TypeError(
+            f"{what} is of dtype {name}, which no collective combines: pass its .real and .imag. "
+            "For gradients: optax.contrib.split_real_and_imaginary("
+            "optax.chain(reduce_gradients(...), optimizer))"
+        )
     if name not in DTYPES:
         raise TypeError(f"{what} is of dtype {name}, which cannot travel; use {', '.join(DTYPES)}")
     return name

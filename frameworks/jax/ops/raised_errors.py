@@ -20,10 +20,11 @@ from typing import Any
 
 import jax
 
+from ringlet.ring.callers import debugging
 from ringlet.ring.errors import again
 
 _lock = threading.Lock()
-_failed: deque[Exception] = deque(maxlen=32)  # what callbacks raised and nobody was told
+_failed: deque[BaseException] = deque(maxlen=32)  # what callbacks raised and nobody was told
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def noted() -> Iterator[None]:
     """Note what is raised inside, so that the program's caller gets it as it is."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C and an exit too, which nobody would see as such
         bare = again(error).with_traceback(None)  # frames would keep the program's memory alive
         bare.__cause__ = bare.__context__ = None
         with _lock:
@@ -39,22 +40,12 @@ def noted() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def told() -> Iterator[None]:
-    """Raise what a callback raised in place of the ``JaxRuntimeError`` that tells of it."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        found = _own(str(error))
-        if found is None:
-            raise
-        raise found.with_traceback(error.__traceback__) from None
-
-
-def _own(message: str) -> Exception | None:
+def told(error: Exception) -> BaseException | None:
+    """Return what a callback raised, of which JAX's ``error`` tells; None if that is another's."""
+    message = str(error)
     with _lock:
         for failed in _failed:
-            if str(failed) and str(failed) in message:
+            if type(failed).__name__ in message and str(failed) in message:  # some have no text
                 _failed.remove(failed)
                 return failed
     return None
@@ -68,12 +59,13 @@ def watch_programs(order: Any) -> None:
     """
     from jax._src.dispatch import runtime_tokens
     from jax._src.interpreters.pxla import ExecuteReplicated
+    from jax._src.traceback_util import register_exclusion
 
     inner: Callable[..., Any] = ExecuteReplicated.__call__
 
     @functools.wraps(inner)
     def call(self: Any, *args: Any) -> Any:
-        with told():
+        try:
             results = inner(self, *args)
             if order in self.ordered_effects:
                 try:
@@ -81,6 +73,16 @@ def watch_programs(order: Any) -> None:
                 except jax.errors.JaxRuntimeError:
                     runtime_tokens.clear()  # or the next program, and the exit, would fail of it
                     raise
-            return results
+        except jax.errors.JaxRuntimeError as error:
+            found = told(error)
+            if found is None:
+                raise
+            try:
+                raise found from None
+            finally:
+                del found  # or it would hold this frame, and the arguments, until a collection
+        return results
 
     ExecuteReplicated.__call__ = call
+    if not debugging():
+        register_exclusion(__file__)  # JAX then takes our frame off, as it does its own

@@ -8,9 +8,10 @@ from typing import Any
 from ringlet.compressors.specs.routes import Spec
 from ringlet.jax.ops.cotangents import STOP, differentiable
 from ringlet.jax.ops.movements import grouped_allgather
-from ringlet.jax.ops.operands import dtype_of, name_when_run, operand
+from ringlet.jax.ops.operands import GROUP, dtype_of, name_when_run, operand
 from ringlet.jax.ops.ordered_calls import call
 from ringlet.job.process_sets import ProcessSet, global_process_set
+from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.array_operations import scatter_arrays
@@ -18,6 +19,7 @@ from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.requests import check_scatter, check_some
 
 
+@public
 def reducescatter(
     tensor: Any,
     name: str | None = None,
@@ -36,6 +38,7 @@ def reducescatter(
     return _scatter([tensor], Reduction.among(locals()))[0]
 
 
+@public
 def grouped_reducescatter(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -46,7 +49,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce-scatter several arrays, all of them together or none. See ``reducescatter``."""
-    check_some(tensors, "reducescatter")
+    check_some(tensors, "reducescatter", *GROUP)
     return _scatter(list(tensors), Reduction.among(locals()))
 
 

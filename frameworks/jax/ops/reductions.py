@@ -10,7 +10,7 @@ from typing import Any
 
 from ringlet.compressors.specs.routes import Spec
 from ringlet.jax.ops.cotangents import STOP, differentiable
-from ringlet.jax.ops.operands import dtype_of, name_when_run, operand
+from ringlet.jax.ops.operands import GROUP, dtype_of, name_when_run, operand
 from ringlet.jax.ops.ordered_calls import call
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.ring.callers import public
@@ -59,7 +59,7 @@ def grouped_allreduce(
 
     See ``allreduce``.
     """
-    check_some(tensors, "allreduce")
+    check_some(tensors, "allreduce", *GROUP)
     return _allreduce(list(tensors), Reduction.among(locals()))
 
 

@@ -18,10 +18,11 @@ from ringlet.jax.sharded.array_codecs import in_64_bits, product
 from ringlet.jax.sharded.codec_choice import codec_for
 from ringlet.jax.sharded.counter_random import Around
 from ringlet.jax.sharded.low_rank import Factors
+from ringlet.ring.callers import public
 from ringlet.shared.compression import as_compressor
 
 
-@in_64_bits
+@public
 def sharded_mean(
     x: Any,
     axis_name: str,
@@ -46,12 +47,51 @@ def sharded_mean(
     ``step`` (an integer, or an array), ``name`` and ``seed`` decide on random numbers; those that
     round depend on the device's place on the axis too. Payloads and means are those of the
     compressors, bit for bit; with powersgd to within rounding. Raises ValueError for other
-    compressors.
+    compressors and for a residual of another shape, TypeError unless ``x`` is an array of
+    floating-point numbers.
     """
+    _check_numbers(x)
     if reduction not in ("float32", "wire"):
         raise ValueError(f"reduction is 'float32' or 'wire', not {reduction!r}")
     feedback, compressor = _parts(compression)
-    around = Around(name, step, seed, jax.lax.axis_index(axis_name))
+    _check_residual(residual, x.size, feedback, compressor)
+    drawn_by = name, step, seed
+    made: tuple[Any, Any] = _mean(x, axis_name, feedback, compressor, residual, drawn_by, reduction)
+    return made
+
+
+@public
+def sharded_state(
+    compression: Spec, shape: tuple[int, ...], step: int = 0, name: str = "tensor", seed: int = 0
+) -> Any:
+    """Return what ``sharded_mean`` takes as ``residual`` in the first step, of one device.
+
+    A flat float32 array of zeros with ``ef``; with powersgd a dict of that ("residual") and of the
+    factor to begin with ("right"), which is drawn here because ``step``, ``name`` and ``seed`` are
+    known; None where nothing is remembered.
+    """
+    feedback, compressor = _parts(compression)
+    zeros = None if feedback is None else jnp.zeros(math.prod(shape), jnp.float32)
+    if type(compressor) is not PowerSGD:
+        codec_for(compressor)
+        return zeros
+    factors, state = Factors(compressor, tuple(shape)), {} if zeros is None else {"residual": zeros}
+    if compressor.warm_start and factors.matrix is not None:
+        state["right"] = factors.drawn(name, step, seed)
+    return state
+
+
+@in_64_bits
+def _mean(
+    x: Any,
+    axis_name: str,
+    feedback: ErrorFeedback | None,
+    compressor: Compressor,
+    residual: Any,
+    drawn_by: tuple[str, Any, int],
+    reduction: str,
+) -> tuple[Any, Any]:
+    around = Around(*drawn_by, jax.lax.axis_index(axis_name))
     values, size = x.astype(jnp.float32).reshape(-1), jax.lax.axis_size(axis_name)
     if type(compressor) is PowerSGD:
         factors = Factors(compressor, x.shape)
@@ -82,32 +122,57 @@ def sharded_mean(
     return mean.reshape(x.shape).astype(x.dtype), after
 
 
-def sharded_state(
-    compression: Spec, shape: tuple[int, ...], step: int = 0, name: str = "tensor", seed: int = 0
-) -> Any:
-    """Return what ``sharded_mean`` takes as ``residual`` in the first step, of one device.
-
-    A flat float32 array of zeros with ``ef``; with powersgd a dict of that ("residual") and of the
-    factor to begin with ("right"), which is drawn here because ``step``, ``name`` and ``seed`` are
-    known; None where nothing is remembered.
-    """
-    feedback, compressor = _parts(compression)
-    zeros = None if feedback is None else jnp.zeros(math.prod(shape), jnp.float32)
-    if type(compressor) is not PowerSGD:
-        codec_for(compressor)
-        return zeros
-    factors, state = Factors(compressor, tuple(shape)), {} if zeros is None else {"residual": zeros}
-    if compressor.warm_start and factors.matrix is not None:
-        state["right"] = factors.drawn(name, step, seed)
-    return state
-
-
 def _parts(compression: Spec) -> tuple[ErrorFeedback | None, Compressor]:
     """Return error feedback, if there is any that is written in JAX's operations, and the rest."""
     compressor = as_compressor(compression)
     if type(compressor) is ErrorFeedback and compressor.store is None and not compressor.reset:
         return compressor, compressor.wrapped_compressor
     return None, compressor
+
+
+def _check_numbers(x: Any) -> None:
+    """Raise TypeError for what float32 does not stand for."""
+    if not hasattr(x, "dtype"):
+        raise TypeError(
+            f"x is one array, not a {type(x).__name__}: call sharded_mean for each of "
+            "jax.tree.leaves(grads), with a residual of its own"
+        )
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"x is of dtype {x.dtype.name}, and sharded_mean takes real numbers: pass x.real and "
+            "x.imag one after the other; optax.contrib.split_real_and_imaginary(optimizer) has "
+            "them apart"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"x is of dtype {x.dtype.name}, and sharded_mean takes floating-point numbers: pass "
+            "x.astype('float32'), or use jax.lax.psum, which adds whole numbers without rounding"
+        )
+
+
+def _check_residual(
+    residual: Any, size: int, feedback: ErrorFeedback | None, compressor: Compressor
+) -> None:
+    """Raise TypeError or ValueError for a residual that is not of ``size`` elements in a row."""
+    if residual is None:
+        return
+    if type(compressor) is PowerSGD:
+        if not isinstance(residual, dict):
+            raise TypeError(
+                "with powersgd residual is the dict that sharded_state returns, not "
+                f"{type(residual).__name__}"
+            )
+        residual = residual.get("residual")
+    if feedback is None or residual is None:
+        return
+    shape = getattr(residual, "shape", None)
+    if shape != (size,):
+        found = type(residual).__name__ if shape is None else f"an array of shape {shape}"
+        raise ValueError(
+            f"residual is a flat array of shape ({size},), as many elements as x has on this "
+            f"device, not {found}. Where jax.shard_map cuts off a row for each device, pass "
+            "residual[0]"
+        )
 
 
 def _carried(values: Any, held: Any, feedback: ErrorFeedback) -> Any:

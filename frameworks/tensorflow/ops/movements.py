@@ -25,7 +25,7 @@ from ringlet.tensorflow.ops.autodiff import differentiable
 from ringlet.tensorflow.ops.bridge import Name, as_written, operation_name, run
 from ringlet.tensorflow.ops.placement import direct
 from ringlet.tensorflow.ops.reductions import grouped_allreduce
-from ringlet.tensorflow.ops.tensors import dense, dtype_of, signed, unsigned
+from ringlet.tensorflow.ops.tensors import LEAVES, dense, dtype_of, signed, unsigned
 from ringlet.tensorflow.ops.topology_ops import rank_in, ranks_stay
 
 
@@ -52,7 +52,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Gather several tensors, all together or none, in one graph node. See ``allgather``."""
-    check_some(tensors, "allgather")
+    check_some(tensors, "allgather", LEAVES)
     return _allgather(list(tensors), name, process_set)
 
 

@@ -20,7 +20,7 @@ from ringlet.shared.requests import (
 from ringlet.tensorflow.ops.autodiff import STOP, differentiable
 from ringlet.tensorflow.ops.bridge import as_written, operation_name, run
 from ringlet.tensorflow.ops.movements import grouped_allgather
-from ringlet.tensorflow.ops.tensors import dense, dtype_of
+from ringlet.tensorflow.ops.tensors import LEAVES, dense, dtype_of
 
 
 @as_written
@@ -56,7 +56,7 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce-scatter several tensors, all of them together or none, in one graph node."""
-    check_some(tensors, "reducescatter")
+    check_some(tensors, "reducescatter", LEAVES)
     return _scatter(list(tensors), Reduction.among(locals()))
 
 

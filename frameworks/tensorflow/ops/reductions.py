@@ -33,7 +33,7 @@ from ringlet.tensorflow.ops.bridge import as_written, begin, operation_name
 from ringlet.tensorflow.ops.indexed_slices import allreduce_slices, refuse_other_ops
 from ringlet.tensorflow.ops.overlap import Finish
 from ringlet.tensorflow.ops.placement import direct
-from ringlet.tensorflow.ops.tensors import dense, dtype_of
+from ringlet.tensorflow.ops.tensors import LEAVES, dense, dtype_of
 
 
 @as_written
@@ -85,8 +85,9 @@ def grouped_allreduce(
     One graph node, whatever their number; ``tf.IndexedSlices`` among them go one by one. See
     ``allreduce``.
     """
-    asked, given = Reduction.among(locals()), list(tensors)
-    check_some(given, "allreduce")
+    asked = Reduction.among(locals())
+    check_some(tensors, "allreduce", LEAVES)
+    given = list(tensors)
     places = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
     results: list[Any] = list(given)
     if len(places) < len(given):

@@ -10,6 +10,8 @@ import tensorflow as tf
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import ALIGNMENT, DTYPES, numpy_dtype
 
+LEAVES = "tf.nest.flatten(tree)"  # what makes a list of tensors of a tree
+
 _SIGNED = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
 _SHARED = 1 << 16  # bytes from which an array becomes a tensor without a copy
 

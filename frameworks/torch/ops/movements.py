@@ -11,7 +11,13 @@ from ringlet.fusion import Request
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
-from ringlet.shared.requests import check_some, check_splits, group_requests, rows_to_send
+from ringlet.shared.requests import (
+    check_some,
+    check_splits,
+    group_requests,
+    refuse_one,
+    rows_to_send,
+)
 from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.handles import Tensors, TorchHandle, differentiable
 from ringlet.torch.ops.reductions import grouped_allreduce
@@ -62,6 +68,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Gather several tensors, all of them together or none. See ``allgather``."""
+    refuse_one(tensors, "allgather")
 
     def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         return _own_rows(grads, handle.all_sizes, f"{handle.name}.grad", process_set)

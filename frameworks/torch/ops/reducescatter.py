@@ -16,6 +16,7 @@ from ringlet.shared.requests import (
     as_op,
     check_scatter,
     group_requests,
+    refuse_one,
     scatter_gradient,
     scattered_as,
 )
@@ -69,6 +70,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> TorchHandle:
     """Start a ``grouped_reducescatter``."""
+    refuse_one(tensors, "reducescatter")
     return _start(tensors, name, op, process_set, (prescale_factor, postscale_factor))
 
 
@@ -82,6 +84,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce and scatter several tensors, all together or none. See ``reducescatter``."""
+    refuse_one(tensors, "reducescatter")
     result: list[torch.Tensor] = _differentiable(
         tensors, name, compression, op, process_set, (prescale_factor, postscale_factor), False
     )

@@ -29,6 +29,7 @@ from ringlet.shared.requests import (
     group_requests,
     reduce_op,
     reduced_as,
+    refuse_one,
 )
 from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.handles import (
@@ -191,6 +192,7 @@ def grouped_allreduce(
 
     See ``allreduce``.
     """
+    refuse_one(tensors, "allreduce")
     chosen, factors = reduce_op(average, op), (prescale_factor, postscale_factor)
     cast = legacy(compression)
     if cast is not None:
@@ -338,6 +340,7 @@ def _start(
     The handle returns all outputs, or the ``single`` one; the caller ``waits`` for it at once.
     Tensors that overlap are all reduced from what they hold now.
     """
+    refuse_one(tensors, "allreduce")
     tensors = list(tensors)
     check_some(tensors, "allreduce")
     for tensor in tensors:
