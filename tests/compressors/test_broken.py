@@ -311,6 +311,7 @@ CAUGHT = {
     },
     "overridden": {
         "FeedbackOfTheMean": "feedback_in_rounds_agrees",
+        "SumsAsManyAsTheFirst": "fast_paths_agree",
         "FeedbackOfOwnLoss": "feedback_in_rounds_agrees",
         "ForgetsWeight": "many_tensors_agree",
         "AccumulateForgetsOffset": "fast_paths_agree",
@@ -650,6 +651,8 @@ CAUGHT = {
         "DoublesThreeDimensions": "comes_out_as_long",
         "ForgetsVectors": "own_feedback_adds_up",
         "RowsAndColumnsIn16Bits": "every_shape_keeps_promises",
+        "KernelPositionsLast": "every_shape_keeps_promises",
+        "DoublesAtMost": "every_shape_keeps_promises",
     },
     "imported": {
         "SeedsItsModule": "leaves_the_program_alone",

@@ -82,6 +82,16 @@ class Largest(Compressor):
         out[payload["indices"]] = payload["values"]
 
 
+class AboveHalf(Largest):
+    """What is at least half as large as the largest, however many entries these are."""
+
+    def compress(self, x, ctx):
+        size = np.where(np.isnan(x), np.inf, np.abs(x))
+        least = size.max(initial=0) / np.float32(2)
+        places = np.flatnonzero((size >= least) & (size > 0)).astype("uint32")
+        return {"indices": places, "values": x[places]}
+
+
 class Striped(Largest):
     """Each rank sends a share of the entries, which go by turns, and what is not finite."""
 
