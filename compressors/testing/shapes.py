@@ -28,7 +28,8 @@ _LOOKED_AT = (
 _WITHOUT_ELEMENTS = ((0, 5), (5, 0), (2, 0, 3))
 _STEPS = (0, 1, 100_000)
 _N, _SHAPES = 3600, (
-    (60, 60), (45, 80), (15, 16, 15), (20, 20, 3, 3), (60, 60, 1, 1), (10, 6, 12, 5), (6, 5, 4, 5, 6),
+    (60, 60), (45, 80), (15, 16, 15), (20, 20, 3, 3), (60, 60, 1, 1), (10, 6, 12, 5),
+    (6, 5, 4, 5, 6),
 )  # fmt: skip
 _MANY, _THREE = 70_000, 3  # rows, or columns: more than 16 bits count
 _MUCH = 0.5  # the cosine of a flat tensor with which others are compared

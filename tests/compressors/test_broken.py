@@ -48,6 +48,7 @@ CAUGHT = {
         "CompandsSums": "modifier_keeps_promises",
         "CutsThousandthOff": "unbiased",
         "CutsWhereItContracts": "contraction",
+        "HalvesPayloadsAlone": "modifier_keeps_promises",
     },
     "wire": {
         "NarrowIndices": "large_tensors",
@@ -89,6 +90,7 @@ CAUGHT = {
         "NotesBeforeEveryFifty": "memory_does_not_grow",
         "NotesWhenWarm": "memory_does_not_grow",
         "LosesTheLastWhenWarm": "the_last_element_counts_later",
+        "EpsilonWhenWarm": "late_steps_and_large_seeds",
     },
     "memory": {
         "KeepsInput": "leaves_its_input_alone",
@@ -119,6 +121,7 @@ CAUGHT = {
         "SharedSum": "calls_may_interleave",
         "SilencesNumPy": "leaves_the_program_alone",
         "MaskOfAnotherTensor": "another_process_agrees leaves_the_program_alone",
+        "ClearsNowAndThen": "own_feedback_adds_up",
     },
     "randomness": {
         "GlobalNoise": "deterministic",
@@ -139,6 +142,8 @@ CAUGHT = {
         "SeedsTheProgram": "leaves_the_program_alone",
         "EverySecondStep": "noise_is_drawn_anew",
         "RankPlusStep": "noise_is_drawn_anew",
+        "RankModuloEight": "noise_is_drawn_anew",
+        "RoomForEight": "many_ranks",
     },
     "edges": {
         "EmptyInput": "every_length",
@@ -204,6 +209,7 @@ CAUGHT = {
         "AnswersWhetherItFits": "traits_are_traits",
         "UnreadOption": "options_are_read",
         "UnreadByItsModifier": "options_are_read",
+        "LaterUnannounced": "schedule_goes_by_the_step",
     },
     "rounds": {
         "LeaderChooses": "one_overflow_is_survived",
@@ -344,6 +350,8 @@ CAUGHT = {
         "LooksAtNoRange": "is_a_value",
         "NothingButNaN": "non_finite_stays_visible",
         "DoublesPowersOfTwo": "comes_out_as_long",
+        "MeanOverZeros": "comes_out_as_long",
+        "FewWithoutNaN": "non_finite_stays_visible",
     },
     "surroundings": {
         "NamesInLetters": "every_shape_and_name",

@@ -129,7 +129,7 @@ def check_schedule_goes_by_the_step(compressor: Compressor) -> None:
     max(0.001, ratio * 0.999**step).
     """
     found: dict[int, Compressor] = {}
-    for turn, step in enumerate((0, 9, 0, 10**6) * 10):
+    for turn, step in enumerate((0, 9, 0, 300, 10**6) * 10):
         try:
             with later(turn * _LATER):
                 now: Any = compressor.at(step)
@@ -143,6 +143,13 @@ def check_schedule_goes_by_the_step(compressor: Compressor) -> None:
         )
         before = found.setdefault(step, now)
         assert now == before, f"at({step}) is {before}, and {now} when it is asked again"
+    told = [_kinds(each) for each in compressor.over_steps()]
+    for step, now in found.items():
+        assert _kinds(now) in told, (
+            f"at({step}) returns {now}, and over_steps() nothing of that kind; return in "
+            "over_steps() all that at() ever returns, so that '| ef' is refused at once where it "
+            "cannot follow"
+        )
     for outer in _wrapped(compressor):
         for inner in _wrapped(outer):
             changes = inner is not outer and any(inner.at(step) != inner for step in found)
@@ -150,6 +157,10 @@ def check_schedule_goes_by_the_step(compressor: Compressor) -> None:
                 f"at() returns the same in step 0 and in step 1000000, though what it wraps, "
                 f"{inner}, follows a schedule; return super().at(step), or leave at() away"
             )
+
+
+def _kinds(compressor: Compressor) -> list[type[Compressor]]:
+    return [type(each) for each in _wrapped(compressor)]
 
 
 @needs("traits_are_traits")

@@ -17,7 +17,14 @@ from ringlet.compressors.testing.checks.training import with_feedback
 from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiky
 from ringlet.compressors.testing.tools.named_check import PURE, needs
-from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import (
+    by_payload,
+    context,
+    decode,
+    encode,
+    in_halves,
+    simulate,
+)
 
 _STEPS = range(4, 9)
 _ROUND_NUMBERS = (1_008_000, 2_016_000)  # steps that are multiples of 7, 50, 64, 100, 1000
@@ -26,6 +33,7 @@ _OTHERS = (((40, 50), (30, 40)), ((30, 40), (40, 50)), ((2000,), (1200,)), ((120
 _LONG, _GROWN = 200, 1000.0
 _EARLY = 24  # steps with which late ones are compared
 _EACH = 260  # steps, in each of which it is the same: beyond what an 8-bit counter counts
+_POWERS = (-40, 20)  # of two, by which gradients are smaller and larger in late steps
 _PLACES = 3072  # elements, each of which is to be sent; another check looks at what fills no block
 # Half of them are sent in so few steps, or it takes too long; the rest in so many times as many.
 _FEW_STEPS, _PATIENCE = 12, 20
@@ -404,7 +412,7 @@ def _check_places(wrapped: Compressor) -> None:
         )
 
 
-@needs(*PURE, "another_process_agrees", "every_rank_counts")
+@needs(*PURE, "another_process_agrees", "every_rank_counts", "scales_with_its_values")
 def check_late_steps_and_large_seeds(compressor: Compressor) -> None:
     """Steps, seeds and ranks grow large: what does not fit an integer ends a run after weeks, or
     with somebody else's seed, or on the 257th rank.
@@ -442,6 +450,14 @@ def check_late_steps_and_large_seeds(compressor: Compressor) -> None:
             f"with {late} the result is off by {_off(out, x):.3g} of its length, by at most "
             f"{usual:.3g} in {_EARLY} other steps"
         )
+        known = compressor.traits().scales and not in_halves(compressor)  # which have a range
+        for power in _POWERS if known else ():
+            by = np.float32(2.0**power)
+            off = _off(_elsewhere(compressor, by * x, late), by * x)
+            assert off <= 1.5 * usual + 1e-2, (
+                f"with {late} the result of 2^{power} times the values is off by {off:.3g} of its "
+                f"length, and otherwise by at most {usual:.3g}"
+            )
     for step in range(_EACH):
         if compressor.at(step) != compressor.at(0):
             continue
