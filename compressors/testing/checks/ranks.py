@@ -154,10 +154,9 @@ def check_many_ranks(compressor: Compressor) -> None:
 
 def _check_every_size(compressor: Compressor) -> None:
     """Raise AssertionError where some number of equal ranks makes results larger or smaller."""
-    x, first = gaussian(400, 6), 0.0
-    traits = compressor.traits()
-    if by_payload(compressor) and not traits.predivide:
-        one, other = (encode(compressor, x, context(x, rank=r, size=4, step=1)) for r in (0, 2))
+    x, first, now = gaussian(400, 6), 0.0, compressor.at(1)
+    if by_payload(now) and not now.traits().predivide:
+        one, other = (encode(now, x, context(x, rank=r, size=4, step=1)) for r in (0, 2))
         if not same_payload(one, other):
             return  # ranks draw their own noise
     for size in _EVERY_SIZE:

@@ -29,13 +29,22 @@ _LONG_RUN = (*range(130), *_LATE)
 
 
 def with_feedback(compressor: Compressor) -> Compressor:
-    """Return ``compressor | ef``, scaled before where it would diverge otherwise."""
-    if not compressor.divergence():
+    """Return ``compressor | ef``, scaled before where it would diverge otherwise.
+
+    It is ``compressor`` where neither can be made, now or of what a schedule uses later.
+    """
+    if not diverges(compressor):
         return compressor | ErrorFeedback()
-    traits = compressor.traits()
-    if traits.omega is None or traits.combine == "rounds" or traits.stateful:
-        return compressor
+    for now in (compressor, *compressor.over_steps()):
+        traits = now.traits()
+        if traits.omega is None or traits.combine == "rounds" or traits.stateful:
+            return compressor
     return compressor | Scaled() | ErrorFeedback()
+
+
+def diverges(compressor: Compressor) -> bool:
+    """Whether error feedback behind it would diverge in some step, by what it says of itself."""
+    return any(now.divergence() for now in (compressor, *compressor.over_steps()))
 
 
 @needs(*PURE, "decoding_is_the_same_everywhere", "fast_paths_agree", "every_rank_takes_part")
@@ -85,15 +94,15 @@ def check_mean_of_equal_gradients(compressor: Compressor) -> None:
     Round(values, "sum") gives a sum: divide it by ctx.size, or ask for the "mean". Codes that add
     up on the wire need a type that their sum fits.
     """
-    x = gaussian(3000, 6)
-    if not by_payload(compressor) or compressor.traits().predivide:
+    x, now = gaussian(3000, 6), compressor.at(1)
+    if not by_payload(now) or now.traits().predivide:
         one, four = (simulate(compressor, [x] * size, step=1)[0] for size in (1, 4))
         along = [float(np.dot(out.astype(np.float64), x)) for out in (one, four)]
         assert along[0] <= 0 or 0.5 < along[1] / along[0] < 2, (
             f"four equal ranks get {along[1] / along[0]:.3g} times what one rank gets"
         )
         return
-    payloads = [encode(compressor, x, context(x, rank=r, size=4, step=1)) for r in (0, 2)]
+    payloads = [encode(now, x, context(x, rank=r, size=4, step=1)) for r in (0, 2)]
     if not all(same(payloads[0][name], payloads[1][name]) for name in payloads[0]):
         return  # ranks draw their own noise
     one = simulate(compressor, [x], step=1)[0]
@@ -154,7 +163,7 @@ def check_feedback_stays_bounded(compressor: Compressor) -> None:
     Send no more than there is: contract, as top-k does, rather than multiply what is sent; declare
     omega, so that '| scaled | ef' is told to users, or return the reason from divergence().
     """
-    if compressor.divergence() or compressor.traits().gradient_units:
+    if diverges(compressor) or compressor.traits().gradient_units:
         return
     if not by_payload(compressor):
         _check_bounded_in_rounds(compressor)
