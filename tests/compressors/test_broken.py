@@ -50,6 +50,7 @@ CAUGHT = {
         "CutsWhereItContracts": "contraction",
     },
     "wire": {
+        "CountsToTheNearest": "can_be_chained",
         "NarrowIndices": "large_tensors",
         "NarrowGaps": "large_tensors",
         "NarrowSums": "large_tensors",
@@ -206,6 +207,7 @@ CAUGHT = {
         "UnreadByItsModifier": "options_are_read",
     },
     "rounds": {
+        "LocalOfFours": "local_is_written",
         "LeaderChooses": "one_overflow_is_survived",
         "LeavesEarly": "every_rank_takes_part",
         "SecondRoundByOwnData": "every_rank_takes_part",
@@ -290,6 +292,7 @@ CAUGHT = {
         "AddsOneByOne": "many_add_up",
     },
     "states": {
+        "ForgetsTheShortCell": "gradient_units",
         "LargestSoFar": "memory_is_declared",
         "LargestUnnamed": "gradient_units",
         "CutsMemory": "memory_fits_its_tensor",
@@ -806,6 +809,9 @@ SAYS = {
     ("edges", "ReadsWholeBytes"): ("another payload", "min(start + block, x.size)"),
     ("edges", "DecodesByTheNextCell"): ("beside an array of the payload",),
     ("rounds", "SlicesOfRanks"): ("from 1998 to 1999 of 2000 are off", "need not divide x.size"),
+    ("rounds", "LocalOfFours"): ("1 of 1993 elements of local are not overwritten",),
+    ("wire", "CountsToTheNearest"): ("says 125 values of 1993 elements, compress sends 124",),
+    ("states", "ForgetsTheShortCell"): ("a tensor of 2001 elements", "units_size('before', 2001)"),
     ("sizes", "NothingIsLeftOver"): ("1048576 elements lose 1 of their energy", "x[:-rest]"),
     ("sizes", "WholeInPlace"): ("the input was modified, of 2097153 elements",),
     ("sizes", "LongerCellsOfLong"): ("of 1048576 decode to something else",),
