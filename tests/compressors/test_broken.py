@@ -92,6 +92,7 @@ CAUGHT = {
         "LosesTheLastWhenWarm": "the_last_element_counts_later",
     },
     "memory": {
+        "HelperKeepsRoom": "calls_may_interleave",
         "KeepsInput": "leaves_its_input_alone",
         "KeepsView": "leaves_its_input_alone",
         "KeepsPayload": "leaves_its_input_alone",
@@ -400,6 +401,7 @@ CAUGHT = {
         "LeavesANote": "leaves_its_input_alone",
     },
     "program": {
+        "ScratchOfItsStep": "leaves_the_program_alone",
         "SilencesWarnings": "leaves_the_program_alone",
         "SilencesWarningsOfDecoding": "leaves_the_program_alone",
         "LeavesAFilter": "leaves_the_program_alone",
@@ -812,6 +814,8 @@ SAYS = {
     ("rounds", "LocalOfFours"): ("1 of 1993 elements of local are not overwritten",),
     ("wire", "CountsToTheNearest"): ("says 125 values of 1993 elements, compress sends 124",),
     ("states", "ForgetsTheShortCell"): ("a tensor of 2001 elements", "units_size('before', 2001)"),
+    ("memory", "HelperKeepsRoom"): ("at kept_room.py, line",),
+    ("program", "ScratchOfItsStep"): ("ctx.workspace under another name", "no ctx.step in it"),
     ("sizes", "NothingIsLeftOver"): ("1048576 elements lose 1 of their energy", "x[:-rest]"),
     ("sizes", "WholeInPlace"): ("the input was modified, of 2097153 elements",),
     ("sizes", "LongerCellsOfLong"): ("of 1048576 decode to something else",),
