@@ -525,6 +525,7 @@ CAUGHT = {
         "KeepsBySize": "memory_moves_to_other_ranks",
     },
     "longrun": {
+        "LevelsOfTheWholeNorm": "feedback_stays_bounded",
         "ScaleOfASample": "every_element_has_its_turn",
         "FeedsBackMinus": "own_feedback_adds_up",
         "SubtractsWhatWasLost": "own_feedback_adds_up",
@@ -818,6 +819,7 @@ SAYS = {
     ("memory", "HelperKeepsRoom"): ("at kept_room.py, line",),
     ("program", "ScratchOfItsStep"): ("ctx.workspace under another name", "no ctx.step in it"),
     ("longrun", "ScaleOfASample"): ("of element 77 of 200", "take the scale from all values"),
+    ("longrun", "LevelsOfTheWholeNorm"): ("of 1048576 elements", "a norm of the whole tensor"),
     ("sizes", "NothingIsLeftOver"): ("1048576 elements lose 1 of their energy", "x[:-rest]"),
     ("sizes", "WholeInPlace"): ("the input was modified, of 2097153 elements",),
     ("sizes", "LongerCellsOfLong"): ("of 1048576 decode to something else",),
