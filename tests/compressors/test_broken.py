@@ -51,6 +51,7 @@ CAUGHT = {
         "HalvesPayloadsAlone": "modifier_keeps_promises",
     },
     "wire": {
+        "CountsToTheNearest": "can_be_chained",
         "NarrowIndices": "large_tensors",
         "NarrowGaps": "large_tensors",
         "NarrowSums": "large_tensors",
@@ -93,6 +94,7 @@ CAUGHT = {
         "EpsilonWhenWarm": "late_steps_and_large_seeds",
     },
     "memory": {
+        "HelperKeepsRoom": "calls_may_interleave",
         "KeepsInput": "leaves_its_input_alone",
         "KeepsView": "leaves_its_input_alone",
         "KeepsPayload": "leaves_its_input_alone",
@@ -212,6 +214,7 @@ CAUGHT = {
         "LaterUnannounced": "schedule_goes_by_the_step",
     },
     "rounds": {
+        "LocalOfFours": "local_is_written",
         "LeaderChooses": "one_overflow_is_survived",
         "LeavesEarly": "every_rank_takes_part",
         "SecondRoundByOwnData": "every_rank_takes_part",
@@ -275,6 +278,9 @@ CAUGHT = {
     },
     "sizes": {
         "RestOfChunks": "every_part_of_a_large_tensor",
+        "NothingIsLeftOver": "every_part_of_a_large_tensor",
+        "WholeInPlace": "leaves_its_input_alone",
+        "LongerCellsOfLong": "granularity",
         "CellsIn16Bits": "every_part_of_a_large_tensor",
         "AddsWholePages": "fast_paths_agree",
         "KeepsWholePages": "fused_feedback_agrees",
@@ -293,6 +299,7 @@ CAUGHT = {
         "AddsOneByOne": "many_add_up",
     },
     "states": {
+        "ForgetsTheShortCell": "gradient_units",
         "LargestSoFar": "memory_is_declared",
         "LargestUnnamed": "gradient_units",
         "CutsMemory": "memory_fits_its_tensor",
@@ -403,6 +410,7 @@ CAUGHT = {
         "LeavesANote": "leaves_its_input_alone",
     },
     "program": {
+        "ScratchOfItsStep": "leaves_the_program_alone",
         "SilencesWarnings": "leaves_the_program_alone",
         "SilencesWarningsOfDecoding": "leaves_the_program_alone",
         "LeavesAFilter": "leaves_the_program_alone",
@@ -526,6 +534,8 @@ CAUGHT = {
         "KeepsBySize": "memory_moves_to_other_ranks",
     },
     "longrun": {
+        "LevelsOfTheWholeNorm": "feedback_stays_bounded",
+        "ScaleOfASample": "every_element_has_its_turn",
         "FeedsBackMinus": "own_feedback_adds_up",
         "SubtractsWhatWasLost": "own_feedback_adds_up",
         "KeepsLossOfX": "own_feedback_adds_up",
@@ -814,6 +824,16 @@ SAYS = {
     ("edges", "ReadsWholeBytes"): ("another payload", "min(start + block, x.size)"),
     ("edges", "DecodesByTheNextCell"): ("beside an array of the payload",),
     ("rounds", "SlicesOfRanks"): ("from 1998 to 1999 of 2000 are off", "need not divide x.size"),
+    ("rounds", "LocalOfFours"): ("1 of 1993 elements of local are not overwritten",),
+    ("wire", "CountsToTheNearest"): ("says 125 values of 1993 elements, compress sends 124",),
+    ("states", "ForgetsTheShortCell"): ("a tensor of 2001 elements", "units_size('before', 2001)"),
+    ("memory", "HelperKeepsRoom"): ("at kept_room.py, line",),
+    ("program", "ScratchOfItsStep"): ("ctx.workspace under another name", "no ctx.step in it"),
+    ("longrun", "ScaleOfASample"): ("of element 77 of 200", "take the scale from all values"),
+    ("longrun", "LevelsOfTheWholeNorm"): ("of 1048576 elements", "a norm of the whole tensor"),
+    ("sizes", "NothingIsLeftOver"): ("1048576 elements lose 1 of their energy", "x[:-rest]"),
+    ("sizes", "WholeInPlace"): ("the input was modified, of 2097153 elements",),
+    ("sizes", "LongerCellsOfLong"): ("of 1048576 decode to something else",),
     ("sizes", "AddsOneByOne"): ("come out 0.937 times as long", "Add up in float64"),
     ("sizes", "AddsUpDifferences"): ("errors add up",),
     ("claims", "CutsThousandthOff"): ("come out as 0.00391", "the largest magnitude"),

@@ -30,6 +30,7 @@ from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.other_time import later
+from ringlet.compressors.testing.tools.plugin_code import names_used
 from ringlet.compressors.testing.tools.simulate import by_payload, context, encode, simulate
 
 # Words for what a trait says, the trait, and whether a value of it says so.
@@ -272,14 +273,6 @@ def names_in(module: Any) -> Iterator[str]:
             code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
             if isinstance(code, CodeType):
                 yield from names_used(code)
-
-
-def names_used(code: CodeType) -> Iterator[str]:
-    """Yield the names of attributes and globals that some code uses, also in functions inside."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from names_used(constant)
 
 
 def _wrapped(compressor: Compressor) -> Iterator[Compressor]:

@@ -35,8 +35,10 @@ _EARLY = 24  # steps with which late ones are compared
 _EACH = 260  # steps, in each of which it is the same: beyond what an 8-bit counter counts
 _POWERS = (-40, 20)  # of two, by which gradients are smaller and larger in late steps
 _PLACES = 3072  # elements, each of which is to be sent; another check looks at what fills no block
-# Half of them are sent in so few steps, or it takes too long; the rest in so many times as many.
-_FEW_STEPS, _PATIENCE = 12, 20
+# Half of them are sent in so few steps, or it takes too long; the rest in so many times as many,
+# and not before so many: half of the signs that a projection returns are right by chance.
+_FEW_STEPS, _PATIENCE, _AT_LEAST = 12, 20, 200
+_OUTLIER, _SMALL = 100.0, 0.01  # one value, and about how large the others are
 _TAIL = 16  # elements at the end, for which another check looks
 _TURNS = 1000  # steps in which each of 64 elements is sent, if one is in every step
 _COUNTED = (10, 110, 210)  # steps between which what grows now and then, by its own count, grows
@@ -329,7 +331,8 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
     that follows the values must leave some of equal values to send. Among equals that stay equal,
     such as entries of one cell of a sketch, do not take the first ones in every step. What a fixed
     projection leaves out, such as how a block differs from its mean, is never sent, and steps of a
-    norm of all values lose more than there was where these are many: say so by divergence().
+    norm of all values lose more than there was where these are many: say so by divergence(). Scales
+    come of all values that they are for: of a sample, or of a quantile, some are cut off for good.
     """
     while isinstance(compressor, ErrorFeedback):  # whose decay may let what is small wait
         compressor = compressor.wrapped_compressor
@@ -351,6 +354,8 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
                 check_sent_at_all(wrapped, 64)
             if not traits.stateful:
                 _check_places(wrapped)
+            if not traits.stateful and traits.scales:
+                _check_outlier(wrapped)
             return
     never = int(waiting.sum())
     if not traits.scales and never == x.size - _TAIL:
@@ -405,10 +410,27 @@ def _check_places(wrapped: Compressor) -> None:
         half = min(half, step) if 2 * left < _PLACES else half
         if not left or (half == _FEW_STEPS and step > half):
             return
-        assert step <= _PATIENCE * (half + 1), (
+        assert step <= max(_PATIENCE * (half + 1), _AT_LEAST), (
             f"of {_PLACES} elements of about 1 and -1, half were sent in {half + 1} steps of error "
             f"feedback, and {left} not in {step}, the first of them element "
             f"{np.flatnonzero(waiting)[0]}: it is never sent"
+        )
+
+
+def _check_outlier(wrapped: Compressor) -> None:
+    """Raise AssertionError where most of a large value among small ones is never sent."""
+    for place in (77, 110):  # which few samples take
+        x, states = gaussian(200, 1, _SMALL), [State()]
+        x[place], sent = _OUTLIER, 0.0
+        for step in range(1, _TURNS + 1):
+            sent += float(simulate(wrapped, [x], states, step)[0][place])
+            share = sent / (_OUTLIER * step)
+            if step >= _FEW_STEPS and share >= 0.5:
+                break
+        assert share >= 0.5, (
+            f"of element {place} of {x.size}, which is {_OUTLIER:.0f} where others are about "
+            f"{_SMALL}, {share:.3g} of what was given was sent in {_TURNS} steps of error "
+            "feedback: it is cut off; take the scale from all values"
         )
 
 

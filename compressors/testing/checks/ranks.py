@@ -156,10 +156,9 @@ def check_many_ranks(compressor: Compressor) -> None:
 
 def _check_every_size(compressor: Compressor) -> None:
     """Raise AssertionError where some number of equal ranks makes results larger or smaller."""
-    x, first = gaussian(400, 6), 0.0
-    traits = compressor.traits()
-    if by_payload(compressor) and not traits.predivide:
-        one, other = (encode(compressor, x, context(x, rank=r, size=4, step=1)) for r in (0, 2))
+    x, first, now = gaussian(400, 6), 0.0, compressor.at(1)
+    if by_payload(now) and not now.traits().predivide:
+        one, other = (encode(now, x, context(x, rank=r, size=4, step=1)) for r in (0, 2))
         if not same_payload(one, other):
             _check_drawn_sizes(compressor, x)
             return
@@ -331,10 +330,11 @@ def check_shares_make_the_mean(compressor: Compressor) -> None:
 def _check_shares(compressor: Compressor, when: str = "") -> None:
     # What is fed back by itself, to all ranks alike, is nobody's share.
     steps = 1 if compressor.traits().gradient_units else 4
-    for shape, size in (((2000,), 3), ((40, 50), 3), ((40, 50), 1)):
+    for shape, size in (((2000,), 3), ((40, 50), 3), ((40, 50), 1), ((1993,), 2)):
         states: list[State] = [{} for _ in range(size)]
         for step in range(steps):
-            gradients = [heavy_tailed(2000, 3 * step + rank) for rank in range(size)]
+            n = int(np.prod(shape))
+            gradients = [heavy_tailed(n, 3 * step + rank) for rank in range(size)]
             shares: list[Array] = []
             out = simulate(compressor, gradients, states, step, shape=shape, shares=shares)[0]
             mean = np.mean(np.asarray(shares, np.float64), axis=0)
@@ -371,7 +371,8 @@ def check_can_be_chained(compressor: Compressor) -> None:
     part = compressor.chained_part() if said or (floats and "indices" in usual) else None
     if part is None:
         return
-    for x in (gaussian(2000, 1), spiky(2000, 2), gaussian(1, 3), far_apart()[0]):
+    others = (gaussian(n, n) for n in (1993, 2008, 2009, 100, 7))  # which fill no blocks
+    for x in (gaussian(2000, 1), spiky(2000, 2), gaussian(1, 3), far_apart()[0], *others):
         payload = compressor.compress(x, context(x))
         assert part in payload, f"chained_part() says {part!r}, compress sends {sorted(payload)}"
         array = payload[part]

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from broken.kept_room import whole_steps
 from broken.right import CELL, Cells, Folded, Largest, Momentum, Whole
 from ringlet.compressors import Compressor, Part, Traits
 
@@ -379,3 +380,13 @@ class ClearsNowAndThen(Largest):
             total[:] = 0
         ctx.state["kept"] = np.where(np.isfinite(total), total, kept)
         return payload
+
+
+class HelperKeepsRoom(Whole):
+    """Has a helper in another file divide and round, in memory that this one keeps."""
+
+    def compress(self, x, ctx):
+        step = np.abs(x).max(initial=0, keepdims=True) / np.float32(127)
+        codes = whole_steps(x, step)
+        usable = np.isfinite(step) & (step > 0)
+        return {"codes": np.where(usable, codes, 0).astype("int8"), "step": step}
