@@ -188,15 +188,22 @@ def check_feedback_stays_bounded(compressor: Compressor) -> None:
         alone = 2 * np.square(state["residual"][most], dtype=float) > norm**2
         where = f"; most of it is of element {most} of {n}: look at what becomes of that one"
         raise AssertionError(f"{grown} {bound * largest:.3g}{where * bool(alone)}")
-    if not delta and compressor.traits().scales:
-        _check_bounded_at_length(compressor, wrapped)
 
 
-def _check_bounded_at_length(compressor: Compressor, wrapped: Compressor) -> None:
-    """Raise AssertionError where residuals of a long tensor grow, and those of short ones do not.
+@needs("feedback_stays_bounded", "every_part_of_a_large_tensor", "scales_with_its_values")
+def check_long_residuals_stay_bounded(compressor: Compressor) -> None:
+    """Residuals of short tensors may stay bounded where those of a layer of a million grow with
+    every step: levels of a norm of the whole tensor lie further apart the longer it is.
 
-    Looks at few steps, and only where more is lost of a long tensor than of a short one.
+    Take the largest magnitude in place of a norm, or a scale for every so many values, or return
+    the reason from divergence().
     """
+    traits = compressor.traits()
+    if diverges(compressor) or traits.gradient_units or not by_payload(compressor):
+        return
+    if traits.stateful or traits.delta or not traits.scales:
+        return
+    wrapped = compressor | ErrorFeedback()
     lost = _lost_of(compressor, 1 << 18)
     if lost <= 0.5 or lost <= 1.5 * _lost_of(compressor, 1500):
         return
@@ -210,8 +217,7 @@ def _check_bounded_at_length(compressor: Compressor, wrapped: Compressor) -> Non
         assert times <= _GROWN, (
             f"of {x.size} elements ||residual|| is {times:.3g} times the gradient's at step "
             f"{step}, though divergence() is None and that of 1500 elements does not grow: levels "
-            "of a norm of the whole tensor lie too far apart where it is long; take the largest "
-            "magnitude, or a scale for every so many values"
+            "of a norm of the whole tensor lie too far apart where it is long"
         )
 
 
@@ -413,6 +419,7 @@ CHECKS = (
     check_mean_of_equal_gradients,
     check_feedback_telescopes,
     check_feedback_stays_bounded,
+    check_long_residuals_stay_bounded,
     check_one_overflow_is_survived,
     check_resumes_from_a_checkpoint,
     check_tensors_do_not_mix,
