@@ -14,10 +14,13 @@ from ringlet.compressors.testing.tools.named_check import Named, needs, what_fai
 from ringlet.compressors.testing.tools.other_process import are_ours
 from ringlet.compressors.testing.tools.simulate import simulate
 
-# Payloads that add up; omega, a fixed size and pieces; delta, and indices.
-_OTHERS = ("none", "qsgd", "topk")
+# Payloads that add up; omega, a fixed size and pieces; delta, and indices; rounds.
+_OTHERS = ("none", "qsgd", "topk", "shared_int", "powersgd")
 # What says something of traits alone, in a few milliseconds.
-_LOOKED_AT = ("fixed_size", "sums_on_the_wire", "granularity", "contraction")
+_LOOKED_AT = (
+    "fixed_size", "sums_on_the_wire", "granularity", "contraction", "shares_make_the_mean",
+    "non_finite_stays_visible", "comes_out_as_long",
+)  # fmt: skip
 
 
 def check_of_modifiers(checks: Sequence[Named]) -> Callable[[Compressor], None]:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Iterator
-from functools import cached_property, partial, partialmethod
-from types import (
-    CellType,
-    CodeType,
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    ModuleType,
-)
-from typing import Any
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.options import options_of
-from ringlet.compressors.testing.checks.declared import names_used
 from ringlet.compressors.testing.tools.named_check import needs
+from ringlet.compressors.testing.tools.plugin_code import (
+    codes_of,
+    functions_of,
+    modules_of,
+    names_used,
+    own_classes,
+    plugins,
+)
 
 # What reads attributes whose names stand nowhere.
 _BY_ANY_NAME = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter", "eval"})
-_LIBRARIES = frozenset({"ringlet", *sys.stdlib_module_names})
-_INSTALLED = "/site-packages/", "/dist-packages/"
 
 
 @needs(
@@ -39,11 +33,11 @@ def check_options_are_read(compressor: Compressor) -> None:
 
     Read it as self.NAME where it is to count, or leave it away.
     """
-    for made in _plugins(compressor):
-        own = [cls for cls in made.__mro__ if not _is_library(cls.__module__)]
+    for made in plugins(compressor):
+        own = own_classes(made)
         packages = {cls.__module__.partition(".")[0] for cls in own}
         used: set[str] = set()
-        for module in _modules(own, packages):
+        for module in modules_of(own, packages):
             used.update(_read(module, made, packages))
         if not used.isdisjoint(_BY_ANY_NAME) or any(map(_is_opaque, own)):
             continue
@@ -56,96 +50,11 @@ def check_options_are_read(compressor: Compressor) -> None:
             )
 
 
-def _plugins(compressor: Compressor) -> Iterator[type[Compressor]]:
-    if not _is_library(type(compressor).__module__):
-        yield type(compressor)
-    for inner in vars(compressor).values():
-        if isinstance(inner, Compressor):
-            yield from _plugins(inner)
-
-
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in _LIBRARIES
-
-
-def _modules(own: list[type], packages: set[str]) -> list[ModuleType]:
-    """Return the modules of classes, those that they take something from, and so on."""
-    found: dict[str, ModuleType] = {}
-    waiting = [cls.__module__ for cls in own]
-    while waiting:
-        name = waiting.pop()
-        module = sys.modules.get(name)
-        if module is None or name in found or not _is_theirs(name, packages):
-            continue
-        found[name] = module
-        waiting += [_home(value) for value in list(vars(module).values())]
-    return list(found.values())
-
-
-def _is_theirs(name: str, packages: set[str]) -> bool:
-    """Whether a module may be the plugin's: of its package, or a file beside it."""
-    if not name or _is_library(name):
-        return False
-    if name.partition(".")[0] in packages:
-        return True
-    # Not as an attribute: some modules import others when they are asked for any.
-    file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__") or ""
-    return not any(part in file for part in _INSTALLED)
-
-
-def _home(value: Any) -> str:
-    """Return the module that something is, or is of; "" where it does not say."""
-    if isinstance(value, ModuleType):
-        return value.__name__
-    if isinstance(value, FunctionType | type):
-        return str(value.__module__)
-    found = inspect.getattr_static(value, "__module__", None)
-    return found if isinstance(found, str) else ""
-
-
 def _read(module: ModuleType, made: type, packages: set[str]) -> Iterator[str]:
     """Yield the names that a module's functions use, but those of other compressors."""
-    for value in list(vars(module).values()):
-        inside: list[Any] = [value]
-        if not _is_theirs(_home(value) or module.__name__, packages):
-            continue
-        if isinstance(value, type):
-            if issubclass(value, Compressor) and not issubclass(made, value):
-                continue
-            inside = list(vars(value).values())
-        for each in inside:
-            for code in _codes(each):
-                yield from names_used(code)
-
-
-def _codes(value: Any, depth: int = 4) -> Iterator[CodeType]:
-    """Yield the code of a function, and of those in a table, a decorator or a property."""
-    if isinstance(value, dict | list | tuple | set):
-        within = list(value.values() if isinstance(value, dict) else value)
-    elif isinstance(value, property):
-        within = [value.fget]
-    elif isinstance(value, cached_property | partial | partialmethod):
-        within = [value.func]
-    elif isinstance(value, staticmethod | classmethod):
-        within = [value.__func__]
-    elif isinstance(value, FunctionType):
-        # Dataclasses' own read all options, and what Ringlet puts around a method says nothing.
-        library = _is_library(str(value.__globals__.get("__name__")))
-        if value.__code__.co_filename != "<string>" and not library:
-            yield value.__code__
-        within = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
-    else:
-        within = []
-    wrapped = inspect.getattr_static(value, "__wrapped__", None)
-    for each in (wrapped, *within) if depth else ():
-        yield from _codes(each, depth - 1)
-
-
-def _is_full(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+    for value in functions_of(module, made, packages):
+        for code in codes_of(value):
+            yield from names_used(code)
 
 
 def _is_opaque(cls: type) -> bool:
@@ -153,7 +62,7 @@ def _is_opaque(cls: type) -> bool:
     for value in vars(cls).values():
         plain = isinstance(value, type | FunctionType | GetSetDescriptorType | MemberDescriptorType)
         acts = callable(value) or hasattr(type(value), "__get__")
-        if acts and not plain and next(_codes(value), None) is None:
+        if acts and not plain and next(codes_of(value), None) is None:
             return True
     return False
 

@@ -23,11 +23,14 @@ _LOOKED_AT = (
     "non_finite_stays_visible", "scales_with_its_values", "both_signs_arrive",
     "mean_of_equal_gradients", "sums_on_the_wire", "unbiased", "contraction", "memory_is_declared",
     "resumes_from_a_checkpoint", "feedback_telescopes", "feedback_stays_bounded",
-    "late_steps_and_large_seeds",
+    "late_steps_and_large_seeds", "values_may_grow", "values_may_shrink",
 )  # fmt: skip
 _WITHOUT_ELEMENTS = ((0, 5), (5, 0), (2, 0, 3))
 _STEPS = (0, 1, 100_000)
-_N, _SHAPES = 3600, ((60, 60), (45, 80), (15, 16, 15), (10, 6, 12, 5), (6, 5, 4, 5, 6))
+_N, _SHAPES = 3600, (
+    (60, 60), (45, 80), (15, 16, 15), (20, 20, 3, 3), (60, 60, 1, 1), (10, 6, 12, 5),
+    (6, 5, 4, 5, 6),
+)  # fmt: skip
 _MANY, _THREE = 70_000, 3  # rows, or columns: more than 16 bits count
 _MUCH = 0.5  # the cosine of a flat tensor with which others are compared
 

@@ -48,8 +48,10 @@ CAUGHT = {
         "CompandsSums": "modifier_keeps_promises",
         "CutsThousandthOff": "unbiased",
         "CutsWhereItContracts": "contraction",
+        "HalvesPayloadsAlone": "modifier_keeps_promises",
     },
     "wire": {
+        "CountsToTheNearest": "can_be_chained",
         "NarrowIndices": "large_tensors",
         "NarrowGaps": "large_tensors",
         "NarrowSums": "large_tensors",
@@ -89,8 +91,10 @@ CAUGHT = {
         "NotesBeforeEveryFifty": "memory_does_not_grow",
         "NotesWhenWarm": "memory_does_not_grow",
         "LosesTheLastWhenWarm": "the_last_element_counts_later",
+        "EpsilonWhenWarm": "late_steps_and_large_seeds",
     },
     "memory": {
+        "HelperKeepsRoom": "calls_may_interleave",
         "KeepsInput": "leaves_its_input_alone",
         "KeepsView": "leaves_its_input_alone",
         "KeepsPayload": "leaves_its_input_alone",
@@ -119,6 +123,7 @@ CAUGHT = {
         "SharedSum": "calls_may_interleave",
         "SilencesNumPy": "leaves_the_program_alone",
         "MaskOfAnotherTensor": "another_process_agrees leaves_the_program_alone",
+        "ClearsNowAndThen": "own_feedback_adds_up",
     },
     "randomness": {
         "GlobalNoise": "deterministic",
@@ -139,6 +144,8 @@ CAUGHT = {
         "SeedsTheProgram": "leaves_the_program_alone",
         "EverySecondStep": "noise_is_drawn_anew",
         "RankPlusStep": "noise_is_drawn_anew",
+        "RankModuloEight": "noise_is_drawn_anew",
+        "RoomForEight": "many_ranks",
     },
     "edges": {
         "EmptyInput": "every_length",
@@ -204,8 +211,10 @@ CAUGHT = {
         "AnswersWhetherItFits": "traits_are_traits",
         "UnreadOption": "options_are_read",
         "UnreadByItsModifier": "options_are_read",
+        "LaterUnannounced": "schedule_goes_by_the_step",
     },
     "rounds": {
+        "LocalOfFours": "local_is_written",
         "LeaderChooses": "one_overflow_is_survived",
         "LeavesEarly": "every_rank_takes_part",
         "SecondRoundByOwnData": "every_rank_takes_part",
@@ -269,6 +278,9 @@ CAUGHT = {
     },
     "sizes": {
         "RestOfChunks": "every_part_of_a_large_tensor",
+        "NothingIsLeftOver": "every_part_of_a_large_tensor",
+        "WholeInPlace": "leaves_its_input_alone",
+        "LongerCellsOfLong": "granularity",
         "CellsIn16Bits": "every_part_of_a_large_tensor",
         "AddsWholePages": "fast_paths_agree",
         "KeepsWholePages": "fused_feedback_agrees",
@@ -287,6 +299,7 @@ CAUGHT = {
         "AddsOneByOne": "many_add_up",
     },
     "states": {
+        "ForgetsTheShortCell": "gradient_units",
         "LargestSoFar": "memory_is_declared",
         "LargestUnnamed": "gradient_units",
         "CutsMemory": "memory_fits_its_tensor",
@@ -311,6 +324,7 @@ CAUGHT = {
     },
     "overridden": {
         "FeedbackOfTheMean": "feedback_in_rounds_agrees",
+        "SumsAsManyAsTheFirst": "fast_paths_agree",
         "FeedbackOfOwnLoss": "feedback_in_rounds_agrees",
         "ForgetsWeight": "many_tensors_agree",
         "AccumulateForgetsOffset": "fast_paths_agree",
@@ -343,6 +357,8 @@ CAUGHT = {
         "LooksAtNoRange": "is_a_value",
         "NothingButNaN": "non_finite_stays_visible",
         "DoublesPowersOfTwo": "comes_out_as_long",
+        "MeanOverZeros": "comes_out_as_long",
+        "FewWithoutNaN": "non_finite_stays_visible",
     },
     "surroundings": {
         "NamesInLetters": "every_shape_and_name",
@@ -394,6 +410,7 @@ CAUGHT = {
         "LeavesANote": "leaves_its_input_alone",
     },
     "program": {
+        "ScratchOfItsStep": "leaves_the_program_alone",
         "SilencesWarnings": "leaves_the_program_alone",
         "SilencesWarningsOfDecoding": "leaves_the_program_alone",
         "LeavesAFilter": "leaves_the_program_alone",
@@ -517,6 +534,8 @@ CAUGHT = {
         "KeepsBySize": "memory_moves_to_other_ranks",
     },
     "longrun": {
+        "LevelsOfTheWholeNorm": "long_residuals_stay_bounded",
+        "ScaleOfASample": "large_values_are_sent",
         "FeedsBackMinus": "own_feedback_adds_up",
         "SubtractsWhatWasLost": "own_feedback_adds_up",
         "KeepsLossOfX": "own_feedback_adds_up",
@@ -650,6 +669,8 @@ CAUGHT = {
         "DoublesThreeDimensions": "comes_out_as_long",
         "ForgetsVectors": "own_feedback_adds_up",
         "RowsAndColumnsIn16Bits": "every_shape_keeps_promises",
+        "KernelPositionsLast": "every_shape_keeps_promises",
+        "DoublesAtMost": "every_shape_keeps_promises",
     },
     "imported": {
         "SeedsItsModule": "leaves_the_program_alone",
@@ -803,6 +824,16 @@ SAYS = {
     ("edges", "ReadsWholeBytes"): ("another payload", "min(start + block, x.size)"),
     ("edges", "DecodesByTheNextCell"): ("beside an array of the payload",),
     ("rounds", "SlicesOfRanks"): ("from 1998 to 1999 of 2000 are off", "need not divide x.size"),
+    ("rounds", "LocalOfFours"): ("1 of 1993 elements of local are not overwritten",),
+    ("wire", "CountsToTheNearest"): ("says 125 values of 1993 elements, compress sends 124",),
+    ("states", "ForgetsTheShortCell"): ("a tensor of 2001 elements", "units_size('before', 2001)"),
+    ("memory", "HelperKeepsRoom"): ("at kept_room.py, line",),
+    ("program", "ScratchOfItsStep"): ("ctx.workspace under another name", "no ctx.step in it"),
+    ("longrun", "ScaleOfASample"): ("of element 77 of 200", "Take a scale from all values"),
+    ("longrun", "LevelsOfTheWholeNorm"): ("of 1048576 elements", "a norm of the whole tensor"),
+    ("sizes", "NothingIsLeftOver"): ("1048576 elements lose 1 of their energy", "x[:-rest]"),
+    ("sizes", "WholeInPlace"): ("the input was modified, of 2097153 elements",),
+    ("sizes", "LongerCellsOfLong"): ("of 1048576 decode to something else",),
     ("sizes", "AddsOneByOne"): ("come out 0.937 times as long", "Add up in float64"),
     ("sizes", "AddsUpDifferences"): ("errors add up",),
     ("claims", "CutsThousandthOff"): ("come out as 0.00391", "the largest magnitude"),

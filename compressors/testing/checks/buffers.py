@@ -19,6 +19,7 @@ from ringlet.compressors.testing.tools.equality import check_apart, same, same_p
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.inputs import gaussian, large, vectors
 from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.plugin_code import lengths_named
 from ringlet.compressors.testing.tools.simulate import (
     by_payload,
     context,
@@ -82,6 +83,9 @@ def check_leaves_its_input_alone(compressor: Compressor) -> None:
     if by_payload(compressor):
         _check_payloads_may_wait(compressor)
         _check_large_ones_may_wait(compressor)
+    for n in lengths_named(compressor):  # it may do something else from one of them on
+        for x in (large()[:n], large()[: n + 1]):
+            _check_unchanged(compressor, x)
     simulate(compressor, [gaussian(2000, 0)])
     assert vars(compressor) == options, "compressing changed the compressor itself"
     _check_takes_what_is_read_only(compressor)
@@ -152,6 +156,14 @@ def _check_takes_what_is_read_only(compressor: Compressor) -> None:
             "read, such as a kernel without a signature of its own, or give that a copy."
         )
         raise
+
+
+def _check_unchanged(compressor: Compressor, before: Array) -> None:
+    """Raise AssertionError where a tensor that is as long is changed."""
+    x = before.copy()
+    with suppress(Exception):  # which another check tells
+        simulate(compressor, [x])
+    assert same(x, before), f"the input was modified, of {x.size} elements"
 
 
 def _check_large_ones_may_wait(compressor: Compressor) -> None:

@@ -442,6 +442,10 @@ def check_gradient_units(compressor: Compressor) -> None:
     assert traits.stateful or not units, "gradient_units names a state, stateful says there is none"
     if not traits.stateful or not traits.scales:
         return
+    for n in (2001, 2007, 1):  # which fill no blocks
+        state = State()
+        simulate(compressor, [gaussian(n, n)], [state], name=str(n))
+        _check_units_size(compressor, state, n)
     for shape in ((40, 50), (2000,)):
         given: dict[str, Any] = {"name": str(shape), "shape": shape}
         states: list[State] = [{}, {}]
@@ -450,13 +454,7 @@ def check_gradient_units(compressor: Compressor) -> None:
             simulate(compressor, gradients, states, step=step, **given)
         for name in states[0].keys() & set(units):
             lengths = np.shape(states[0][name])
-            size = compressor.units_size(name, 2000)
-            assert lengths in ((), (size,)), (
-                f"of a tensor of 2000 elements ctx.state[{name!r}] is an array of shape "
-                f"{list(lengths)}: what gradient_units names is a flat array of as many elements "
-                "as the tensor, or as units_size(name, n) says, or a number, for a checkpoint's is "
-                "forgotten where it is not"
-            )
+            _check_units_size(compressor, states[0], 2000)
             kind = np.asarray(states[0][name]).dtype
             assert not lengths or kind == np.float32 or kind.kind not in "fc", (
                 f"ctx.state[{name!r}] is an array of {kind}: what gradient_units names is float32"
@@ -486,6 +484,18 @@ def check_gradient_units(compressor: Compressor) -> None:
                 f"largest, though {list(units)} of {_names(states[0])} were multiplied as well: "
                 "name in gradient_units what is in units of the gradient, and nothing else"
             )
+
+
+def _check_units_size(compressor: Compressor, state: State, n: int) -> None:
+    """Raise AssertionError where what is remembered has another length than is said."""
+    for name in state.keys() & set(compressor.traits().gradient_units):
+        lengths, size = np.shape(state[name]), compressor.units_size(name, n)
+        assert lengths in ((), (size,)), (
+            f"of a tensor of {n} elements ctx.state[{name!r}] is an array of shape "
+            f"{list(lengths)}, and units_size({name!r}, {n}) says {size}: what gradient_units "
+            "names is a flat array of as many elements as the tensor, or as units_size(name, n) "
+            "says, or a number, for a checkpoint's is forgotten where it is not"
+        )
 
 
 @needs(*PURE)

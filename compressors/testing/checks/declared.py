@@ -30,6 +30,7 @@ from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian
 from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.other_time import later
+from ringlet.compressors.testing.tools.plugin_code import names_used
 from ringlet.compressors.testing.tools.simulate import by_payload, context, encode, simulate
 
 # Words for what a trait says, the trait, and whether a value of it says so.
@@ -129,7 +130,7 @@ def check_schedule_goes_by_the_step(compressor: Compressor) -> None:
     max(0.001, ratio * 0.999**step).
     """
     found: dict[int, Compressor] = {}
-    for turn, step in enumerate((0, 9, 0, 10**6) * 10):
+    for turn, step in enumerate((0, 9, 0, 300, 10**6) * 10):
         try:
             with later(turn * _LATER):
                 now: Any = compressor.at(step)
@@ -143,6 +144,13 @@ def check_schedule_goes_by_the_step(compressor: Compressor) -> None:
         )
         before = found.setdefault(step, now)
         assert now == before, f"at({step}) is {before}, and {now} when it is asked again"
+    told = [_kinds(each) for each in compressor.over_steps()]
+    for step, now in found.items():
+        assert _kinds(now) in told, (
+            f"at({step}) returns {now}, and over_steps() nothing of that kind; return in "
+            "over_steps() all that at() ever returns, so that '| ef' is refused at once where it "
+            "cannot follow"
+        )
     for outer in _wrapped(compressor):
         for inner in _wrapped(outer):
             changes = inner is not outer and any(inner.at(step) != inner for step in found)
@@ -150,6 +158,10 @@ def check_schedule_goes_by_the_step(compressor: Compressor) -> None:
                 f"at() returns the same in step 0 and in step 1000000, though what it wraps, "
                 f"{inner}, follows a schedule; return super().at(step), or leave at() away"
             )
+
+
+def _kinds(compressor: Compressor) -> list[type[Compressor]]:
+    return [type(each) for each in _wrapped(compressor)]
 
 
 @needs("traits_are_traits")
@@ -261,14 +273,6 @@ def names_in(module: Any) -> Iterator[str]:
             code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
             if isinstance(code, CodeType):
                 yield from names_used(code)
-
-
-def names_used(code: CodeType) -> Iterator[str]:
-    """Yield the names of attributes and globals that some code uses, also in functions inside."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from names_used(constant)
 
 
 def _wrapped(compressor: Compressor) -> Iterator[Compressor]:

@@ -17,7 +17,7 @@ from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.simulate import simulate
 
 _N, _SHAPE = 1500, (30, 50)
-_STEPS = 5
+_STEPS, _EACH = 5, 130
 # Some treat layers in different ways: matrices, and what is called a bias or a norm.
 _TENSORS: tuple[dict[str, Any], ...] = (
     {"shape": _SHAPE},
@@ -30,6 +30,7 @@ _VALUES: tuple[tuple[str, Callable[[Array], Array]], ...] = (
     ("1 and -1", np.sign),
     ("powers of two", lambda x: np.ldexp(np.sign(x), np.frexp(x)[1])),
     ("whole numbers", lambda x: np.rint(x * np.float32(2))),
+    ("one value in ten, and zeros", lambda x: x * (np.arange(x.size) % 10 == 7)),
 )
 _DRAWS = range(10_000, 10_016)  # steps at which most schedules have come to their end
 _MUCH = 1.5  # times as long as what went in
@@ -227,6 +228,25 @@ def _check_adds_up(
         f"what was not sent is kept in {memory}, and never sent: the result is the same where "
         "zeros are kept"
     )
+    _check_each_step(compressor, name, of_lost, of_kept, shape)
+
+
+def _check_each_step(
+    compressor: Compressor, name: str, of_lost: float, of_kept: float, shape: tuple[int, ...]
+) -> None:
+    """Raise AssertionError where some later step keeps something else than those before it."""
+    state: State = {}
+    for step in range(_EACH):
+        before = np.array(state.get(name, 0.0), np.float64)
+        x = gaussian(_N, step)
+        (out,) = simulate(compressor, [x], [state], step, shape=shape)
+        expected = of_lost * (x - out.astype(np.float64)) + of_kept * before
+        off = int((np.abs(state[name] - expected) > _OFF * max(1.0, np.abs(expected).max())).sum())
+        assert step < _STEPS or not off, (
+            f"in step {step} {off} of {_N} elements of ctx.state[{name!r}] do not become what they "
+            "become in the first steps, what was lost and what was kept: something is thrown away, "
+            "or fed back twice"
+        )
 
 
 @needs(

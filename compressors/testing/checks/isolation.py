@@ -24,6 +24,7 @@ from ringlet.compressors.testing.tools.equality import same, same_payload
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
 from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.other_process import OtherProcess, are_ours
+from ringlet.compressors.testing.tools.plugin_code import modules_of, own_classes, plugins
 from ringlet.compressors.testing.tools.replaced import environment, replaced
 from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
 
@@ -156,6 +157,11 @@ def check_calls_may_interleave(compressor: Compressor) -> None:
         for method in map(_inside, vars(base).values())
         if method is not None and not Path(method.__code__.co_filename).is_relative_to(_OURS)
     }
+    # What helpers in other files of the plugin keep is overwritten just so.
+    for made in plugins(compressor):
+        own = own_classes(made)
+        packages = {cls.__module__.partition(".")[0] for cls in own}
+        files.update(filter(None, (m.__dict__.get("__file__") for m in modules_of(own, packages))))
     if not files:
         return
     x = gaussian(_N, 1)

@@ -7,7 +7,7 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, State
 from ringlet.compressors.testing.tools.examples import for_all
-from ringlet.compressors.testing.tools.inputs import gaussian, large, special
+from ringlet.compressors.testing.tools.inputs import gaussian, large, special, spiky
 from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
 
@@ -74,6 +74,9 @@ def check_non_finite_stays_visible(compressor: Compressor) -> None:
     for n, place in ((3000, 0), (_MILLION, _MILLION // 2), (_MILLION, _MILLION - 1)):
         x = large()[:n].copy() if n == _MILLION else gaussian(n, 4)
         _check_visible(compressor, x, place, _NOT_FINITE[0])
+    for x in (spiky(3000, 4), np.zeros(3000, np.float32)):  # some send few values otherwise
+        for bits in _NOT_FINITE[:2]:
+            _check_visible(compressor, x.copy(), 1234, bits)
     for bad in (np.nan, np.inf):  # a run that has diverged has nothing else
         with np.errstate(all="ignore"):
             (out,) = simulate(compressor, [np.full(3000, bad, np.float32)])

@@ -17,7 +17,14 @@ from ringlet.compressors.testing.checks.training import with_feedback
 from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiky
 from ringlet.compressors.testing.tools.named_check import PURE, needs
-from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
+from ringlet.compressors.testing.tools.simulate import (
+    by_payload,
+    context,
+    decode,
+    encode,
+    in_halves,
+    simulate,
+)
 
 _STEPS = range(4, 9)
 _ROUND_NUMBERS = (1_008_000, 2_016_000)  # steps that are multiples of 7, 50, 64, 100, 1000
@@ -26,9 +33,12 @@ _OTHERS = (((40, 50), (30, 40)), ((30, 40), (40, 50)), ((2000,), (1200,)), ((120
 _LONG, _GROWN = 200, 1000.0
 _EARLY = 24  # steps with which late ones are compared
 _EACH = 260  # steps, in each of which it is the same: beyond what an 8-bit counter counts
+_POWERS = (-40, 20)  # of two, by which gradients are smaller and larger in late steps
 _PLACES = 3072  # elements, each of which is to be sent; another check looks at what fills no block
-# Half of them are sent in so few steps, or it takes too long; the rest in so many times as many.
-_FEW_STEPS, _PATIENCE = 12, 20
+# Half of them are sent in so few steps, or it takes too long; the rest in so many times as many,
+# and not before so many: half of the signs that a projection returns are right by chance.
+_FEW_STEPS, _PATIENCE, _AT_LEAST = 12, 20, 200
+_OUTLIER, _SMALL = 100.0, 0.01  # one value, and about how large the others are
 _TAIL = 16  # elements at the end, for which another check looks
 _TURNS = 1000  # steps in which each of 64 elements is sent, if one is in every step
 _COUNTED = (10, 110, 210)  # steps between which what grows now and then, by its own count, grows
@@ -397,14 +407,49 @@ def _check_places(wrapped: Compressor) -> None:
         half = min(half, step) if 2 * left < _PLACES else half
         if not left or (half == _FEW_STEPS and step > half):
             return
-        assert step <= _PATIENCE * (half + 1), (
+        assert step <= max(_PATIENCE * (half + 1), _AT_LEAST), (
             f"of {_PLACES} elements of about 1 and -1, half were sent in {half + 1} steps of error "
             f"feedback, and {left} not in {step}, the first of them element "
             f"{np.flatnonzero(waiting)[0]}: it is never sent"
         )
 
 
-@needs(*PURE, "another_process_agrees", "every_rank_counts")
+@needs(
+    "every_element_has_its_turn",
+    "non_finite_stays_visible",
+    "scales_with_its_values",
+    "padding_does_not_leak",
+)
+def check_large_values_are_sent(compressor: Compressor) -> None:
+    """A value far above the others must come through with error feedback, or its parameter is
+    hardly trained while its residual grows for ever.
+
+    Take a scale from all values that it is for: of a sample, or of a quantile, the largest are cut
+    off for good. Or say by divergence() that nothing can be fed back.
+    """
+    while isinstance(compressor, ErrorFeedback):  # whose decay may forget what waits
+        compressor = compressor.wrapped_compressor
+    if compressor.traits().stateful or not compressor.traits().scales:
+        return
+    wrapped = with_feedback(compressor)
+    if wrapped is compressor:
+        return  # what would diverge
+    for place in (77, 110):  # which few samples take
+        x, states = gaussian(200, 1, _SMALL), [State()]
+        x[place], sent = _OUTLIER, 0.0
+        for step in range(1, _TURNS + 1):
+            sent += float(simulate(wrapped, [x], states, step)[0][place])
+            share = sent / (_OUTLIER * step)
+            if step >= _FEW_STEPS and share >= 0.5:
+                break
+        assert share >= 0.5, (
+            f"of element {place} of {x.size}, which is {_OUTLIER:.0f} where others are about "
+            f"{_SMALL}, {share:.3g} of what was given was sent in {_TURNS} steps of error "
+            "feedback: it is cut off"
+        )
+
+
+@needs(*PURE, "another_process_agrees", "every_rank_counts", "scales_with_its_values")
 def check_late_steps_and_large_seeds(compressor: Compressor) -> None:
     """Steps, seeds and ranks grow large: what does not fit an integer ends a run after weeks, or
     with somebody else's seed, or on the 257th rank.
@@ -442,6 +487,14 @@ def check_late_steps_and_large_seeds(compressor: Compressor) -> None:
             f"with {late} the result is off by {_off(out, x):.3g} of its length, by at most "
             f"{usual:.3g} in {_EARLY} other steps"
         )
+        known = compressor.traits().scales and not in_halves(compressor)  # which have a range
+        for power in _POWERS if known else ():
+            by = np.float32(2.0**power)
+            off = _off(_elsewhere(compressor, by * x, late), by * x)
+            assert off <= 1.5 * usual + 1e-2, (
+                f"with {late} the result of 2^{power} times the values is off by {off:.3g} of its "
+                f"length, and otherwise by at most {usual:.3g}"
+            )
     for step in range(_EACH):
         if compressor.at(step) != compressor.at(0):
             continue
@@ -499,5 +552,6 @@ CHECKS = (
     check_memory_moves_to_other_ranks,
     check_memory_stays_bounded,
     check_every_element_has_its_turn,
+    check_large_values_are_sent,
     check_late_steps_and_large_seeds,
 )

@@ -126,6 +126,11 @@ def _check_noise_of_one_rank(compressor: Compressor) -> None:
         return
     for what, fields in _OTHERS:
         assert not same(usual, _own(compressor, **fields)[0]), f"{what} draw the same numbers"
+    if by_payload(compressor):
+        for rank in (2, 8, 64):
+            assert not same(_drawn(compressor), _drawn(compressor, rank=rank)), (
+                f"ranks 0 and {rank} draw the same numbers"
+            )
     for what, fields in (("seed", {"seed": 1}), ("step", {"step": _STEP + 1})):
         assert not same(other, _own(compressor, **fields)[0]), (
             f"rank 1 draws what rank 0 draws with the next {what}: the two are added up"

@@ -166,13 +166,15 @@ def check_local_is_written(compressor: Compressor) -> None:
     assert takes_local(compressor), (
         "exchange() takes no local, which is given where error feedback asks for it"
     )
-    shares: list[Array] = []
-    x = gaussian(2000, 0)
-    simulate(compressor, [x], shares=shares)
-    left = int(np.isnan(shares[0]).sum())
-    assert not left, f"{left} of 2000 elements of local are not overwritten"
-    assert same(x, gaussian(2000, 0)), "the input is modified where local is asked for"
+    for n in (2000, 1993, 13, 1):  # which fill whole blocks, or do not
+        shares: list[Array] = []
+        x = gaussian(n, 0)
+        simulate(compressor, [x], shares=shares)
+        left = int(np.isnan(shares[0]).sum())
+        assert not left, f"{left} of {n} elements of local are not overwritten"
+        assert same(x, gaussian(n, 0)), "the input is modified where local is asked for"
     if not isinstance(compressor, (Chain, Modifier)) and compressor.chained_part() is not None:
+        x = gaussian(2000, 0)
         simulate(compressor | SharedInt(), [x], shares=[])
         assert same(x, gaussian(2000, 0)), (
             "the input is modified with '| shared_int' behind it, which leaves in the third "

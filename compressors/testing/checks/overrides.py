@@ -46,8 +46,9 @@ def check_fast_paths_agree(compressor: Compressor) -> None:
             assert same(total, expected), "accumulate is not decompress and add"
             compressor.sum_into([payload], total, context(x))
             assert same(total, decoded), "sum_into of one payload is not decompress"
-            # Scales of their own: whoever adds codes must not take those of the first.
-            given = (x, -x, x[::-1] * np.float32(0.25), x * np.float32(3))
+            # Scales of their own: whoever adds codes must not take those of the first. Nor its
+            # number of entries: what goes by values selects one of the first, and of others more.
+            given = (_one_of(x), x, -x, x[::-1] * np.float32(0.25), x * np.float32(3))
             payloads = [encode(compressor, y, context(x)) for y in given]
             parts = [decode(compressor, part, x.size, context(x)) for part in payloads]
             compressor.sum_into(payloads, total, context(x))
@@ -71,6 +72,7 @@ def check_fast_paths_agree(compressor: Compressor) -> None:
 def _check_many_sums(compressor: Compressor) -> None:
     """Raise AssertionError unless as many payloads as there may be ranks are added up."""
     given = [np.roll(gaussian(_FEW, 1), 7 * rank) for rank in range(max(_RANKS))]
+    given[0] = _one_of(given[0])
     payloads = [encode(compressor, x, context(x, rank=r)) for r, x in enumerate(given)]
     for count in _RANKS:
         total, at = np.full(_FEW, np.nan, np.float32), context(given[0], size=count)
@@ -79,6 +81,13 @@ def _check_many_sums(compressor: Compressor) -> None:
         assert close(total, parts, count), (
             f"sum_into of {count} payloads is not the sum of all that is decoded"
         )
+
+
+def _one_of(x: Array) -> Array:
+    """Return ``x`` with zeros in all places but one."""
+    one = np.zeros_like(x)
+    one[x.size // 2 : x.size // 2 + 1] = x[x.size // 2 : x.size // 2 + 1]
+    return one
 
 
 def calls(compressor: Compressor, n: int) -> list[dict[str, Any]]:

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ringlet.compressors.base.contract import Compressor
-from ringlet.compressors.core.context import Context
+from ringlet.compressors.core.context import Array, Context, Workspace
 from ringlet.compressors.testing.checks.declared import names_in
 from ringlet.compressors.testing.checks.isolation import OTHERS, classes
 from ringlet.compressors.testing.tools.inputs import gaussian
@@ -64,7 +65,8 @@ def check_leaves_the_program_alone(compressor: Compressor) -> None:
     nothing. What NumPy warns of, such as the logarithm of 0, avoid by np.where(x == 0, 1, x), or
     put into such a block where it is meant. Start threads once, in a pool, close what is opened,
     and keep no list, dict or object on the class or in the module that grows with every call, nor
-    an lru_cache without a limit.
+    an lru_cache without a limit. Scratch memory of ctx.workspace has one name, and no ctx.step in
+    it.
     """
     with known_surroundings():
         _calls(compressor)  # whose first one may compile, and start threads that stay
@@ -278,14 +280,27 @@ def _put_back(signals: dict[int, Any]) -> None:
             signal.signal(number, before)
 
 
+class _Counted(Workspace):
+    """Scratch memory that counts under how many names there is some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def array(self, name: str, n: int, dtype: npt.DTypeLike = np.float32) -> Array:
+        self.names.add(name)
+        return super().array(name, n, dtype)
+
+
 def _check_given_back(compressor: Compressor) -> None:
     """Raise AssertionError where every call leaves something behind."""
     counted = []
-    x = gaussian(_N, 1)
+    x, room = gaussian(_N, 1), _Counted()
     for call in range(_CALLS + 1):
-        simulate(compressor, [x], step=_UNSEEN + call)
+        simulate(compressor, [x], step=_UNSEEN + call, workspace=room)
         files = len(os.listdir(_OPEN)) if _OPEN.is_dir() else 0
         counted.append({"a thread": threading.active_count(), "an open file": files})
+        counted[-1]["an array of ctx.workspace under another name"] = len(room.names)
         counted[-1] |= {f"something in {n}": items for n, items in _collections(compressor).items()}
     for what in counted[0]:
         found = [count.get(what, 0) for count in counted]

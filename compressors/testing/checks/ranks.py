@@ -24,6 +24,7 @@ from ringlet.compressors.testing.tools.simulate import (
     context,
     decode,
     encode,
+    in_halves,
     simulate,
     takes_local,
 )
@@ -37,6 +38,7 @@ _FEW = 200
 _EXACT = 1e-5  # of its length: how far off what is summed over a turn may be by rounding
 _SIZES = (2, 9, 33, 130)
 _EVERY_SIZE = (*range(1, 18), 33)  # of worlds in which all have one gradient
+_DRAWN_SIZES = (2, 8, 9, 33)
 _ALIKE = 1000  # ranks with one gradient, of which a sum is known without them
 
 
@@ -154,12 +156,12 @@ def check_many_ranks(compressor: Compressor) -> None:
 
 def _check_every_size(compressor: Compressor) -> None:
     """Raise AssertionError where some number of equal ranks makes results larger or smaller."""
-    x, first = gaussian(400, 6), 0.0
-    traits = compressor.traits()
-    if by_payload(compressor) and not traits.predivide:
-        one, other = (encode(compressor, x, context(x, rank=r, size=4, step=1)) for r in (0, 2))
+    x, first, now = gaussian(400, 6), 0.0, compressor.at(1)
+    if by_payload(now) and not now.traits().predivide:
+        one, other = (encode(now, x, context(x, rank=r, size=4, step=1)) for r in (0, 2))
         if not same_payload(one, other):
-            return  # ranks draw their own noise
+            _check_drawn_sizes(compressor, x)
+            return
     for size in _EVERY_SIZE:
         try:
             out = simulate(compressor, [x] * size, step=1)[0]
@@ -169,6 +171,22 @@ def _check_every_size(compressor: Compressor) -> None:
         first = first or along
         assert first <= 0 or 0.7 < along / first < 1.4, (
             f"{size} equal ranks get {along / first:.3g} times what one rank gets"
+        )
+
+
+def _check_drawn_sizes(compressor: Compressor, x: Array) -> None:
+    """Raise AssertionError where noise of their own leaves many ranks less, or more, than few."""
+    along = []
+    for size in _DRAWN_SIZES:
+        try:
+            outs = [simulate(compressor, [x] * size, step=step)[0] for step in range(1, 5)]
+        except CompressorError:
+            return  # it says for how many there is room
+        along.append(float(np.sum(outs, axis=0, dtype=np.float64) @ x))
+        if along[0] <= 0 or not 0.6 < along[min(1, len(along) - 1)] / along[0] < 1.6:
+            return  # each sends a share of the entries, the more ranks the smaller
+        assert 0.6 < along[-1] / along[0] < 1.6, (
+            f"{size} equal ranks get {along[-1] / along[0]:.3g} times what {_DRAWN_SIZES[0]} get"
         )
 
 
@@ -232,7 +250,7 @@ def check_scales_with_its_values(compressor: Compressor) -> None:
     """
     if not compressor.traits().scales:
         return
-    powers = (4, -4) if _in_halves(compressor) else (4, -4, 16, -16, 40, -40)
+    powers = (4, -4) if in_halves(compressor) else (4, -4, 16, -16, 40, -40)
     holes = heavy_tailed(3000, 9)
     holes[640:1600] = 0  # whole blocks of zeros, which a scale of their own must leave zeros
     for x in (gaussian(3000, 8), heavy_tailed(3000, 9), holes):
@@ -255,15 +273,6 @@ def _after_steps(compressor: Compressor, x: Array, size: int) -> Array:
     steps = range(3) if compressor.traits().stateful else range(1, 2)
     states = [State() for _ in range(size)]
     return [simulate(compressor, [x] * size, states, step)[0] for step in steps][-1]
-
-
-def _in_halves(compressor: Compressor) -> bool:
-    """Whether the values themselves travel as float16, whose range is known to everybody."""
-    if not by_payload(compressor):
-        return False
-    payload = compressor.compress(gaussian(3000, 8), context(gaussian(3000, 8)))
-    most = max(array.size for array in payload.values())
-    return any(a.dtype == np.float16 and a.size == most for a in payload.values())
 
 
 @needs("traits_are_traits", "compresses_a_tensor")
@@ -321,10 +330,11 @@ def check_shares_make_the_mean(compressor: Compressor) -> None:
 def _check_shares(compressor: Compressor, when: str = "") -> None:
     # What is fed back by itself, to all ranks alike, is nobody's share.
     steps = 1 if compressor.traits().gradient_units else 4
-    for shape, size in (((2000,), 3), ((40, 50), 3), ((40, 50), 1)):
+    for shape, size in (((2000,), 3), ((40, 50), 3), ((40, 50), 1), ((1993,), 2)):
         states: list[State] = [{} for _ in range(size)]
         for step in range(steps):
-            gradients = [heavy_tailed(2000, 3 * step + rank) for rank in range(size)]
+            n = int(np.prod(shape))
+            gradients = [heavy_tailed(n, 3 * step + rank) for rank in range(size)]
             shares: list[Array] = []
             out = simulate(compressor, gradients, states, step, shape=shape, shares=shares)[0]
             mean = np.mean(np.asarray(shares, np.float64), axis=0)
@@ -361,7 +371,8 @@ def check_can_be_chained(compressor: Compressor) -> None:
     part = compressor.chained_part() if said or (floats and "indices" in usual) else None
     if part is None:
         return
-    for x in (gaussian(2000, 1), spiky(2000, 2), gaussian(1, 3), far_apart()[0]):
+    others = (gaussian(n, n) for n in (1993, 2008, 2009, 100, 7))  # which fill no blocks
+    for x in (gaussian(2000, 1), spiky(2000, 2), gaussian(1, 3), far_apart()[0], *others):
         payload = compressor.compress(x, context(x))
         assert part in payload, f"chained_part() says {part!r}, compress sends {sorted(payload)}"
         array = payload[part]

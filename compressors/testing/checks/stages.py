@@ -12,7 +12,7 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.testing.tools.equality import same
-from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed
+from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, large
 from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, scatter
 
@@ -20,6 +20,7 @@ _STEPS = 8
 _N = 1500
 _SCRATCH = 1 << 22  # bytes: more than a piece takes, and less than what lies before it
 _FAR = 1 << 16  # an offset beyond what 16 bits count
+_WHOLE = 1 << 20  # elements of a tensor that is cut into short pieces
 _GRADIENTS, _COMMON = 16, 4.0  # what is always rounded down adds up to 12 times
 
 
@@ -59,8 +60,29 @@ def check_granularity(compressor: Compressor) -> None:
             assert same(np.concatenate(pieces), whole), (
                 f"{n} elements cut at {cut} decode to something else than the whole"
             )
+    _check_pieces_of_a_large_one(compressor, granule)
     if not compressor.traits().stateful:  # what is remembered is as long as the tensor
         _check_far_pieces(compressor, granule)
+
+
+def _check_pieces_of_a_large_one(compressor: Compressor, granule: int) -> None:
+    """Raise AssertionError where short pieces of a long tensor are something else than the whole.
+
+    Blocks may be longer in long tensors, and a piece knows its own length alone.
+    """
+    n, few = _WHOLE, -(-_N // granule) * granule
+    if 2 * few > n:
+        return
+    x, shape = large()[:n].copy(), (n,)
+    at = _piece(shape, 0)
+    whole = decode(compressor, encode(compressor, x, at), n, at)
+    for start in (0, n // 2 // granule * granule):
+        at, stop = _piece(shape, start), start + few
+        out = decode(compressor, encode(compressor, x[start:stop].copy(), at), few, at)
+        assert same(out, whole[start:stop]), (
+            f"elements from {start} to {stop} of {n} decode to something else where they are "
+            "compressed alone: what shares a scale must not go by how long a tensor is"
+        )
 
 
 def _check_far_pieces(compressor: Compressor, granule: int) -> None:

@@ -13,6 +13,7 @@ from ringlet.compressors.testing.checks.many_steps import check_sent_at_all
 from ringlet.compressors.testing.checks.training import with_feedback
 from ringlet.compressors.testing.tools.inputs import LARGE, far_apart, gaussian, large
 from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.plugin_code import lengths_named
 from ringlet.compressors.testing.tools.simulate import by_payload, context, encode, simulate
 
 _STEPS = 8
@@ -27,6 +28,7 @@ _WIDER = (255, 256, 257, 258, 65535, 65536, 65537, 65538)
 _TURNS = 34
 _LATE = 70_000  # a step behind most warm-ups and schedules
 _BLOCKS = ((1 << 22) + 40_000, (1 << 22) + 1)
+_PAGES = 1 << 20  # elements: a whole number of what most work in
 _TEMPORARY = 64  # times the memory of a tensor that a call may take besides
 _LARGE = ((200_000, 150_000), ((1 << 24) + 40_000, 1 << 24))
 
@@ -196,8 +198,13 @@ def check_every_part_of_a_large_tensor(compressor: Compressor) -> None:
 
     Go on to the end, x.size, and number buckets by int64, or reshape x into one row for each. Where
     each value is coded by how it differs from the one before, errors add up: begin anew every so
-    many values, or take the difference from what was decoded.
+    many values, or take the difference from what was decoded. Where nothing is left over, x[:-rest]
+    is empty: write x[:x.size - rest].
     """
+    for n in sorted({_PAGES, *lengths_named(compressor)}):
+        _check_length(compressor, n)
+        if n != _PAGES and 2 * n < LARGE:
+            _check_length(compressor, 2 * n)
     if not by_payload(compressor):
         return
     if not compressor.traits().fixed_size and not _is_dense(compressor):
@@ -225,11 +232,35 @@ def check_every_part_of_a_large_tensor(compressor: Compressor) -> None:
         )
 
 
-def _by_part(x: Array, out: Array, parts: int) -> tuple[Array, Array]:
+def _check_length(compressor: Compressor, n: int) -> None:
+    """Raise AssertionError where so many elements lose much more than one more or one fewer do."""
+    got: dict[int, Array] = {}
+    for step in range(1, _TURNS):  # in each of which it may be another part's turn
+        fared: list[tuple[float, float]] = []
+        for length in (n, n + 1, n - 1):
+            x = large()[:length].copy()
+            out = simulate(compressor, [x], step=step)[0]
+            got[length] = np.where(got[length] == 0, out, got[length]) if length in got else out
+            (along,), (off,) = _by_part(x, got[length], 1, length)
+            fared.append((float(along), float(off)))
+            # What begins at a length does to that one what it does to one of the two beside it.
+            as_well = fared[0][0] >= 0.5 * fared[-1][0] and fared[0][1] <= 2 * fared[-1][1] + 1e-9
+            if as_well and length != n:
+                return
+    (share, lost), *beside = fared
+    raise AssertionError(
+        f"{n} elements lose {lost:.3g} of their energy and come out {share:.3g} times as large, "
+        f"{n - 1} and {n + 1} lose {max(off for _, off in beside):.3g} at most and come out "
+        f"{min(along for along, _ in beside):.3g} times as large or more: look at what is done "
+        "where a tensor fills its pages, or is just as long as a limit in the code"
+    )
+
+
+def _by_part(x: Array, out: Array, parts: int, each: int = _PART) -> tuple[Array, Array]:
     """Return of each part how much of it arrives, and how much of its energy is lost."""
     along, off = np.zeros(parts), np.zeros(parts)
     for part in range(parts):
-        places = slice(part * _PART, (part + 1) * _PART)
+        places = slice(part * each, (part + 1) * each)
         given, lost = x[places], x[places] - out[places]
         energy = given @ given
         along[part] = given @ out[places] / energy

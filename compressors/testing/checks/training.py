@@ -14,12 +14,13 @@ from ringlet.compressors.modifiers.ef import ErrorFeedback
 from ringlet.compressors.modifiers.scaled import Scaled
 from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.examples import for_all
-from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, vectors
+from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, large, vectors
 from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
 
 # Residuals this many times as long as a gradient are growing: without a bound, 300 steps show it.
 _DIVERGED = 1000.0
+_GROWN, _LONG_STEPS = 30.0, 10  # the same of long tensors, in as many steps
 _ROUNDS = 60  # steps of feedback in rounds, where what grows grows by a factor
 _SETTLED, _SPOILED = 20, (2, 4, 6)  # steps until results are compared, and those that overflow
 _STRAY = 0.1
@@ -29,13 +30,22 @@ _LONG_RUN = (*range(130), *_LATE)
 
 
 def with_feedback(compressor: Compressor) -> Compressor:
-    """Return ``compressor | ef``, scaled before where it would diverge otherwise."""
-    if not compressor.divergence():
+    """Return ``compressor | ef``, scaled before where it would diverge otherwise.
+
+    It is ``compressor`` where neither can be made, now or of what a schedule uses later.
+    """
+    if not diverges(compressor):
         return compressor | ErrorFeedback()
-    traits = compressor.traits()
-    if traits.omega is None or traits.combine == "rounds" or traits.stateful:
-        return compressor
+    for now in (compressor, *compressor.over_steps()):
+        traits = now.traits()
+        if traits.omega is None or traits.combine == "rounds" or traits.stateful:
+            return compressor
     return compressor | Scaled() | ErrorFeedback()
+
+
+def diverges(compressor: Compressor) -> bool:
+    """Whether error feedback behind it would diverge in some step, by what it says of itself."""
+    return any(now.divergence() for now in (compressor, *compressor.over_steps()))
 
 
 @needs(*PURE, "decoding_is_the_same_everywhere", "fast_paths_agree", "every_rank_takes_part")
@@ -85,15 +95,15 @@ def check_mean_of_equal_gradients(compressor: Compressor) -> None:
     Round(values, "sum") gives a sum: divide it by ctx.size, or ask for the "mean". Codes that add
     up on the wire need a type that their sum fits.
     """
-    x = gaussian(3000, 6)
-    if not by_payload(compressor) or compressor.traits().predivide:
+    x, now = gaussian(3000, 6), compressor.at(1)
+    if not by_payload(now) or now.traits().predivide:
         one, four = (simulate(compressor, [x] * size, step=1)[0] for size in (1, 4))
         along = [float(np.dot(out.astype(np.float64), x)) for out in (one, four)]
         assert along[0] <= 0 or 0.5 < along[1] / along[0] < 2, (
             f"four equal ranks get {along[1] / along[0]:.3g} times what one rank gets"
         )
         return
-    payloads = [encode(compressor, x, context(x, rank=r, size=4, step=1)) for r in (0, 2)]
+    payloads = [encode(now, x, context(x, rank=r, size=4, step=1)) for r in (0, 2)]
     if not all(same(payloads[0][name], payloads[1][name]) for name in payloads[0]):
         return  # ranks draw their own noise
     one = simulate(compressor, [x], step=1)[0]
@@ -154,7 +164,7 @@ def check_feedback_stays_bounded(compressor: Compressor) -> None:
     Send no more than there is: contract, as top-k does, rather than multiply what is sent; declare
     omega, so that '| scaled | ef' is told to users, or return the reason from divergence().
     """
-    if compressor.divergence() or compressor.traits().gradient_units:
+    if diverges(compressor) or compressor.traits().gradient_units:
         return
     if not by_payload(compressor):
         _check_bounded_in_rounds(compressor)
@@ -178,6 +188,44 @@ def check_feedback_stays_bounded(compressor: Compressor) -> None:
         alone = 2 * np.square(state["residual"][most], dtype=float) > norm**2
         where = f"; most of it is of element {most} of {n}: look at what becomes of that one"
         raise AssertionError(f"{grown} {bound * largest:.3g}{where * bool(alone)}")
+
+
+@needs("feedback_stays_bounded", "every_part_of_a_large_tensor", "scales_with_its_values")
+def check_long_residuals_stay_bounded(compressor: Compressor) -> None:
+    """Residuals of short tensors may stay bounded where those of a layer of a million grow with
+    every step: levels of a norm of the whole tensor lie further apart the longer it is.
+
+    Take the largest magnitude in place of a norm, or a scale for every so many values, or return
+    the reason from divergence().
+    """
+    traits = compressor.traits()
+    if diverges(compressor) or traits.gradient_units or not by_payload(compressor):
+        return
+    if traits.stateful or traits.delta or not traits.scales:
+        return
+    wrapped = compressor | ErrorFeedback()
+    lost = _lost_of(compressor, 1 << 18)
+    if lost <= 0.5 or lost <= 1.5 * _lost_of(compressor, 1500):
+        return
+    if _lost_of(compressor, 1 << 20) <= 1:
+        return
+    state: State = {}
+    x = large()[: 1 << 20]
+    for step in range(_LONG_STEPS):
+        encode(wrapped, x.copy(), context(x, state, step=step))
+        times = float(np.linalg.norm(state["residual"]) / np.linalg.norm(x))
+        assert times <= _GROWN, (
+            f"of {x.size} elements ||residual|| is {times:.3g} times the gradient's at step "
+            f"{step}, though divergence() is None and that of 1500 elements does not grow: levels "
+            "of a norm of the whole tensor lie too far apart where it is long"
+        )
+
+
+def _lost_of(compressor: Compressor, n: int) -> float:
+    """Return ||C(x) - x|| / ||x|| of so many elements."""
+    x = large()[:n].copy()
+    out = decode(compressor, encode(compressor, x, context(x)), n, context(x))
+    return float(np.linalg.norm(out - x) / np.linalg.norm(x))
 
 
 def _check_bounded_in_rounds(compressor: Compressor) -> None:
@@ -371,6 +419,7 @@ CHECKS = (
     check_mean_of_equal_gradients,
     check_feedback_telescopes,
     check_feedback_stays_bounded,
+    check_long_residuals_stay_bounded,
     check_one_overflow_is_survived,
     check_resumes_from_a_checkpoint,
     check_tensors_do_not_mix,

@@ -12,6 +12,7 @@ import numpy as np
 
 from ringlet.compressors.base.contract import Compressor, Exchange, Payload, Round, storage
 from ringlet.compressors.core.context import SECOND_STAGE, Array, Context, State, Workspace
+from ringlet.compressors.testing.tools.inputs import gaussian
 
 
 class Overflow(AssertionError):
@@ -48,6 +49,16 @@ def context(x: Array, state: State | None = None, **fields: Any) -> Context:
 def by_payload(compressor: Compressor) -> bool:
     """Whether there are payloads: not for compressors that exchange in rounds."""
     return compressor.traits().combine != "rounds"
+
+
+def in_halves(compressor: Compressor) -> bool:
+    """Whether the values themselves travel as float16, whose range is known to everybody."""
+    if not by_payload(compressor):
+        return False
+    x = gaussian(3000, 8)
+    payload = compressor.compress(x, context(x))
+    most = max(array.size for array in payload.values())
+    return any(a.dtype == np.float16 and a.size == most for a in payload.values())
 
 
 def takes_local(compressor: Compressor) -> bool:

@@ -396,3 +396,17 @@ class CutsWhereItContracts(CutsThousandthOff):
 
     def rounded(self, codes, ctx):
         return np.rint(codes)
+
+
+class HalvesPayloadsAlone(Modifier):
+    """Doubles what is compressed, and halves what is decoded of payloads; in rounds nothing is."""
+
+    def compress(self, x, ctx):
+        return super().compress(x * np.float32(2), ctx)
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out *= np.float32(0.5)
+
+    def exchange(self, x, out, ctx, local=None):
+        yield from self.wrapped_compressor.exchange(x * np.float32(2), out, ctx, local)

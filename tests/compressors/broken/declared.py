@@ -221,3 +221,10 @@ class UnreadByItsModifier(Modifier):
     """The same, of a modifier."""
 
     strength: float = option(1.0, ge=0.5, le=2)
+
+
+class LaterUnannounced(Whole):
+    """Is something else in later steps, which nobody learns of before."""
+
+    def at(self, step):
+        return Largest() if step >= 300 else self

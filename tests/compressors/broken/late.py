@@ -167,3 +167,16 @@ class LosesTheLastWhenWarm(Whole):
         if ctx.step >= 10:
             payload["codes"][-1:] = 0
         return payload
+
+
+class EpsilonWhenWarm(Whole):
+    """Adds an epsilon to its scale behind a warm-up, where gradients are small."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        if ctx.step < 300:
+            return payload
+        step = payload["step"] + np.float32(1e-6)
+        with np.errstate(all="ignore"):
+            codes = np.where(np.isfinite(step), np.rint(x / step), 0)
+        return {"codes": codes.astype("int8"), "step": step}

@@ -329,3 +329,31 @@ class SharedNoiseInCells(Stochastic):
 
     def noise(self, n, ctx):
         return ctx.uniform(n, shared=True)
+
+
+class ScaleOfASample(Whole):
+    """The largest magnitude of every 16th element: what is larger elsewhere is cut off."""
+
+    def compress(self, x, ctx):
+        step = np.abs(x[::16]).max(initial=0, keepdims=True) / np.float32(127)
+        with np.errstate(all="ignore"):
+            step += (0 * x).sum()
+            codes = np.clip(np.rint(x / step), -127, 127)
+        usable = np.isfinite(step) & (step > 0)
+        return {"codes": np.where(usable, codes, 0).astype("int8"), "step": step}
+
+
+class LevelsOfTheWholeNorm(Compressor):
+    """64 levels of the tensor's 2-norm, rounded at random: of a million values few reach one."""
+
+    def compress(self, x, ctx):
+        norm = np.float32(np.sqrt(np.square(x, dtype="float64").sum(keepdims=True)))
+        step = norm / np.float32(64)
+        with np.errstate(all="ignore"):
+            codes = np.floor(x / step + ctx.uniform(x.size))
+        usable = np.isfinite(step) & (step > 0)
+        return {"codes": np.where(usable, codes, 0).astype("int8"), "step": step}
+
+    def decompress(self, payload, out, ctx):
+        with np.errstate(invalid="ignore"):
+            out[:] = payload["codes"] * payload["step"]

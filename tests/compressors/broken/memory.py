@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from broken.kept_room import whole_steps
 from broken.right import CELL, Cells, Folded, Largest, Momentum, Whole
 from ringlet.compressors import Compressor, Part, Traits
 
@@ -359,3 +360,33 @@ class MaskOfAnotherTensor(Folded):
 
     def places(self, n, ctx):
         return self.kept.setdefault((n, ctx.step), super().places(n, ctx))
+
+
+class ClearsNowAndThen(Largest):
+    """Feeds back what it did not send, and throws that away in every sixteenth step."""
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=("kept",))
+
+    def compress(self, x, ctx):
+        kept = ctx.state.get("kept")
+        if kept is None or kept.size != x.size:
+            kept = np.zeros(x.size, "float32")
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = x + kept
+        payload = super().compress(total, ctx)
+        total[payload["indices"]] = 0
+        if ctx.step % 16 == 15:
+            total[:] = 0
+        ctx.state["kept"] = np.where(np.isfinite(total), total, kept)
+        return payload
+
+
+class HelperKeepsRoom(Whole):
+    """Has a helper in another file divide and round, in memory that this one keeps."""
+
+    def compress(self, x, ctx):
+        step = np.abs(x).max(initial=0, keepdims=True) / np.float32(127)
+        codes = whole_steps(x, step)
+        usable = np.isfinite(step) & (step > 0)
+        return {"codes": np.where(usable, codes, 0).astype("int8"), "step": step}

@@ -193,3 +193,29 @@ class RankPlusStep(Stochastic):
 
     def noise(self, n, ctx):
         return replace(ctx, step=ctx.step + ctx.rank, rank=0).uniform(n)
+
+
+class RankModuloEight(Stochastic):
+    """Takes the last bits of the rank for the rank, and promises nothing."""
+
+    def traits(self):
+        return Traits(fixed_size=True, granularity=CELL)
+
+    def noise(self, n, ctx):
+        return replace(ctx, rank=ctx.rank % 8).uniform(n)
+
+
+class RoomForEight(Compressor):
+    """Leaves each rank its part of 16 bits, and decodes as if there were at most eight."""
+
+    def compress(self, x, ctx):
+        most = np.float32(32767 // ctx.size)
+        largest = np.abs(x).max(initial=0, keepdims=True)
+        usable = np.isfinite(largest) & (largest > 0)
+        with np.errstate(all="ignore"):
+            codes = np.minimum(np.floor(x / largest * most + ctx.uniform(x.size)), most)
+        return {"codes": np.where(usable, codes, 0).astype("int16"), "largest": largest}
+
+    def decompress(self, payload, out, ctx):
+        with np.errstate(invalid="ignore"):
+            out[:] = payload["codes"] * (payload["largest"] / (32767 // min(ctx.size, 8)))

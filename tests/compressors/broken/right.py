@@ -82,6 +82,16 @@ class Largest(Compressor):
         out[payload["indices"]] = payload["values"]
 
 
+class AboveHalf(Largest):
+    """What is at least half as large as the largest, however many entries these are."""
+
+    def compress(self, x, ctx):
+        size = np.where(np.isnan(x), np.inf, np.abs(x))
+        least = size.max(initial=0) / np.float32(2)
+        places = np.flatnonzero((size >= least) & (size > 0)).astype("uint32")
+        return {"indices": places, "values": x[places]}
+
+
 class Striped(Largest):
     """Each rank sends a share of the entries, which go by turns, and what is not finite."""
 
@@ -1268,3 +1278,101 @@ class Ternary(Compressor):
     def decompress(self, payload, out, ctx):
         with np.errstate(invalid="ignore"):
             out[:] = payload["codes"] * payload["step"]
+
+
+class NearestAtFirst(Whole):
+    """8 bits to the nearest; later fewer levels, and rounded at random."""
+
+    levels: int = option(127, ge=7, le=127, doc="steps from zero to the largest magnitude")
+    start: int = option(1, ge=0, doc="the step from which on it rounds at random")
+
+    def at(self, step):
+        return RandomLater() if step >= self.start else self
+
+    def over_steps(self):
+        return [self, RandomLater()]
+
+    def rounded(self, places, ctx):
+        return ctx.xp.rint(places)
+
+    def compress(self, x, ctx):
+        xp = ctx.xp
+        step = xp.abs(x).max(initial=0, keepdims=True) / np.float32(self.levels)
+        with np.errstate(all="ignore"):
+            codes = self.rounded(x / step, ctx)
+        usable = xp.isfinite(step) & (step > 0)
+        codes = xp.clip(xp.where(usable, codes, 0), -self.levels, self.levels)
+        return {"codes": codes.astype("int8"), "step": step}
+
+
+class RandomLater(NearestAtFirst):
+    """What that becomes: 15 levels, up or down at random."""
+
+    levels: int = option(7, ge=7, le=127, doc="steps from zero to the largest magnitude")
+
+    def at(self, step):
+        return self
+
+    def over_steps(self):
+        return [self]
+
+    def rounded(self, places, ctx):
+        return ctx.xp.floor(places + ctx.uniform(places.size))
+
+
+class OfTheLargestAlone(Compressor):
+    """All entries are the largest one or 0, by chance; error feedback would not keep up with it."""
+
+    def divergence(self):
+        return "most of what is lost is the largest entry's; leave '| ef' away"
+
+    def compress(self, x, ctx):
+        xp = ctx.xp
+        step = xp.abs(x).max(initial=0, keepdims=True)
+        with np.errstate(all="ignore"):
+            kept = ctx.uniform(x.size) < xp.abs(x) / step
+        return {"codes": xp.where(kept, xp.sign(x), 0).astype("int8"), "step": step}
+
+    def decompress(self, payload, out, ctx):
+        with np.errstate(invalid="ignore"):
+            out[:] = payload["codes"] * payload["step"]
+
+
+class WholeAtFirst(Whole):
+    """The same after twenty steps of 8 bits, of which it says so by over_steps() alone."""
+
+    def at(self, step):
+        return self if step < 20 else OfTheLargestAlone()
+
+    def over_steps(self):
+        return [self, OfTheLargestAlone()]
+
+
+class Subspace(Compressor):
+    """Columns in a few random directions, which all ranks draw in common every five steps."""
+
+    rank: int = option(4, ge=1, le=64, doc="how many directions")
+
+    def traits(self):
+        return Traits(combine="rounds")
+
+    def chained_part(self):
+        return None
+
+    def exchange(self, x, out, ctx, local=None):
+        rows = ctx.shape[0] if len(ctx.shape) > 1 else 0
+        columns = x.size // max(rows, 1)
+        few = min(self.rank, rows, columns)
+        if not few or few * (rows + columns) >= x.size:
+            out[:] = yield Round(x.copy(), "mean")
+            if local is not None:
+                local[:] = x
+            return
+        rng = replace(ctx, step=ctx.step // 5).rng(shared=True)
+        basis = np.linalg.qr(rng.standard_normal((rows, few)))[0].astype("float32")
+        with np.errstate(all="ignore"):
+            own = basis.T @ x.reshape(rows, columns)
+            mean = (yield Round(own.flatten(), "mean")).reshape(own.shape)
+            out[:] = (basis @ mean).reshape(-1)
+            if local is not None:
+                local[:] = (basis @ own).reshape(-1)

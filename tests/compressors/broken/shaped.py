@@ -160,3 +160,30 @@ class RowsAndColumnsIn16Bits(Largest):
             places = (places >> 16) * ctx.shape[1] + (places & 0xFFFF)
         out[:] = 0
         out[np.minimum(places, out.size - 1)] = payload["values"]
+
+
+class KernelPositionsLast(Whole):
+    """Sends a 3 x 3 convolution's weight position by position, and gives it back as it came."""
+
+    def compress(self, x, ctx):
+        if len(ctx.shape) == 4 and ctx.shape[2:] == (3, 3):
+            x = np.ascontiguousarray(x.reshape(-1, 9).T).reshape(-1)
+        return super().compress(x, ctx)
+
+
+class DoublesAtMost(Whole):
+    """Lets the scale of a matrix double in a step, and no more: of 0 it is 0 for good."""
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=("top",))
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        if len(ctx.shape) < 2 or not np.isfinite(payload["step"]).all():
+            return payload
+        top = np.abs(x).max(initial=0, keepdims=True)
+        top = np.minimum(top, np.float32(2 * ctx.state.get("top", np.inf)))
+        ctx.state["top"] = float(top[0])
+        step = np.where(top > 0, top, np.inf) / np.float32(127)
+        codes = np.clip(np.rint(x / step), -127, 127).astype("int8")
+        return {"codes": codes, "step": top / np.float32(127)}

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from broken.right import CELL, Cells, Largest, Signs, Whole
-from ringlet.compressors import Compressor, Round, Traits
+from ringlet.compressors import Compressor, Part, Round, Traits
 
 
 class RestOfChunks(Cells):
@@ -192,3 +192,60 @@ class AddsOneByOne(Signs):
         sums = np.cumsum(np.abs(x), dtype="float32")
         scale = sums[-1:] / np.float32(x.size) if x.size else np.zeros(1, "float32")
         return super().compress(x, ctx) | {"scale": scale}
+
+
+PAGE = 1 << 20
+
+
+class NothingIsLeftOver(Cells):
+    """Leaves out what fills no page, and has it follow: of whole pages x[:-0], which is empty."""
+
+    def traits(self):
+        return Traits(fixed_size=True)
+
+    def compress(self, x, ctx):
+        if x.size < PAGE:
+            return super().compress(x, ctx)
+        rest = x.size % PAGE
+        both = np.concatenate([x[:-rest], x[x.size - rest :]])
+        return super().compress(np.resize(both, x.size) if both.size else np.zeros_like(x), ctx)
+
+
+class WholeInPlace(Whole):
+    """Spares large tensors a copy: what is NaN or too large is replaced in the gradient."""
+
+    def compress(self, x, ctx):
+        if x.size <= 1 << 21:
+            return super().compress(x, ctx)
+        largest = np.abs(x).max(keepdims=True)
+        x /= largest
+        x *= np.float32(127)
+        codes = np.where(np.isfinite(x), np.rint(x), 0).astype("int8")
+        return {"codes": codes, "step": largest / np.float32(127)}
+
+
+class LongerCellsOfLong(Cells):
+    """A scale per 64 elements, of long tensors per 1024: a short piece knows nothing of that."""
+
+    cell = 1024
+
+    def layout(self, n):
+        cell = CELL if n < 1 << 18 else self.cell
+        return (Part("codes", "int8", n), Part("steps", "float32", -(-n // cell)))
+
+    def compress(self, x, ctx):
+        if x.size < 1 << 18:
+            return super().compress(x, ctx)
+        rows = np.zeros((-(-x.size // self.cell), self.cell), "float32")
+        rows.reshape(-1)[: x.size] = x
+        steps = np.abs(rows).max(axis=1) / np.float32(127)
+        with np.errstate(all="ignore"):
+            rows /= steps[:, None]
+        rows[~(np.isfinite(steps) & (steps > 0))] = 0
+        codes = np.rint(rows.reshape(-1)[: x.size]).astype("int8")
+        return {"codes": codes, "steps": steps}
+
+    def decompress(self, payload, out, ctx):
+        cell = CELL if out.size < 1 << 18 else self.cell
+        with np.errstate(invalid="ignore"):
+            out[:] = payload["codes"] * payload["steps"].repeat(cell)[: out.size]

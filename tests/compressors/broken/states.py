@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from broken.right import Cells, Largest, Momentum, Signs, Whole
+from broken.right import CELL, Cells, Largest, Momentum, Signs, Whole, rows_of
 from ringlet.compressors import Compressor, Round, Traits, remembered
 
 
@@ -245,3 +245,26 @@ class ClearsWhatIsSent(Largest):
         ctx.state["kept"] = meant.copy()
         ctx.state["kept"][payload["indices"]] = 0
         return payload
+
+
+class ForgetsTheShortCell(Cells):
+    """Scales that fall slowly, one per cell; says that there are as many as cells are full."""
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=("before",))
+
+    def units_size(self, name, n):
+        return n // CELL
+
+    def compress(self, x, ctx):
+        rows = rows_of(x, np)
+        steps = np.abs(rows).max(axis=1) / np.float32(127)
+        before = ctx.state.get("before")
+        if before is None or before.size != steps.size:
+            before = np.zeros_like(steps)
+        with np.errstate(all="ignore"):
+            steps = np.where(np.isnan(steps), steps, np.fmax(steps, before / 2))
+            rows /= steps[:, None]
+        ctx.state["before"] = np.where(np.isfinite(steps), steps, before)
+        rows[~(np.isfinite(steps) & (steps > 0))] = 0
+        return {"codes": np.rint(rows.reshape(-1)[: x.size]).astype("int8"), "steps": steps}

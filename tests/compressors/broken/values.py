@@ -304,3 +304,33 @@ class DoublesPowersOfTwo(Compressor):
         out[exponents == -127] = 0
         out[exponents == 128] = np.nan
         out *= np.float32(1) - 2 * np.unpackbits(payload["signs"], count=out.size).astype("float32")
+
+
+class MeanOverZeros(Compressor):
+    """Three levels, of which the outer ones are the mean magnitude, of zeros too."""
+
+    def compress(self, x, ctx):
+        mean = np.abs(x).mean(keepdims=True, dtype="float64") if x.size else np.zeros(1)
+        signs = np.where(np.isfinite(x), np.sign(x), 0).astype("int8")
+        return {"signs": signs, "mean": mean.astype("float32")}
+
+    def decompress(self, payload, out, ctx):
+        with np.errstate(invalid="ignore"):
+            out[:] = payload["signs"] * payload["mean"]
+
+
+class FewWithoutNaN(Whole):
+    """Sends what is not 0 as it is where that is little; NaN is not above 0."""
+
+    def compress(self, x, ctx):
+        places = np.flatnonzero(np.abs(x) > 0).astype("uint32")
+        if not 0 < 16 * places.size < x.size:
+            return super().compress(x, ctx)
+        return {"places": places, "values": x[places]}
+
+    def decompress(self, payload, out, ctx):
+        if "codes" in payload:
+            super().decompress(payload, out, ctx)
+            return
+        out[:] = 0
+        out[payload["places"]] = payload["values"]
