@@ -190,6 +190,18 @@ class Memory:
                     forget(state)
         return taken
 
+    def holds_rows(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether anything may be held back by row of a table of that shape."""
+        return getattr(self.states.get(name, {}).get("rows"), "shape", None) == shape
+
+    def take_rows(self, name: str, places: Array) -> Array:
+        """Return what is held back of a table's rows, each named once, and hold it back no more."""
+        with self.lock, at_work():
+            table = self.states[name]["rows"]
+            taken: Array = table[places]
+            table[places] = 0
+            return taken
+
     def forget(self) -> bool:
         """Forget all that is remembered but how often each tensor was compressed.
 

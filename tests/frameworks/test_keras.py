@@ -1187,6 +1187,50 @@ def test_what_is_owed_to_one_rank_that_is_left_outlasts_an_overflow():
     ringlet.run(work, np=1, transport="local")
 
 
+def test_one_rank_that_is_left_gives_back_rows_when_they_are_used():
+    """Once, wherever a row comes several times; nothing in a step that is skipped, or refused."""
+    slots = [
+        Slot("table", "float32", (10_000, 16), sparse=True),
+        Slot("half", "float16", (10_000, 16), sparse=True),
+        Slot("dense", "float32", (300,)),
+    ]
+
+    def gradients(*places, value=1.0):
+        rows = np.full((len(places), 16), value, np.float32)
+        at = np.array(places)
+        return [rows, at, rows.astype(np.float16), at[::-1], np.ones(300, np.float32)]
+
+    def work():
+        hvd.init()
+        settings = Settings(Router("topk(ratio=0.1) | ef"), predivide=2.0, guard=True)
+        reducer = GradientReducer("test", settings)
+        for name in ("table", "half"):
+            rows = np.zeros((10_000, 16), np.float32)
+            rows[[3, 5, 7]] = [[30], [50], [70]]
+            reducer.memory.states[name] = {"rows": rows}
+        reducer.memory.states["dense"] = {"residual": np.ones(300, np.float32)}
+        norm = reducer.memory.norm()
+        reducer.reduce(slots, gradients(3, 5, value=np.inf))
+        with pytest.raises(ValueError, match="'table' has 10000 rows; its gradient has indices"):
+            reducer.reduce(slots, gradients(3, -1))
+        assert reducer.memory.norm() == norm
+        given = gradients(5, 3, 5, 0)
+        table, at, half, others, dense = reducer.reduce(slots, given)
+        assert at.tolist() == [5, 3, 5, 0]
+        assert others.tolist() == [0, 5, 3, 5]
+        np.testing.assert_array_equal(table, np.array([51, 31, 1, 1])[:, None] * np.ones(16))
+        np.testing.assert_array_equal(half, np.array([1, 51, 31, 1])[:, None] * np.ones(16))
+        np.testing.assert_array_equal(dense, np.full(300, 3))
+        assert (given[0] == 1).all()
+        assert reducer.memory.norm() == pytest.approx((2 * 16) ** 0.5 * 70)
+        table, _, half, *_ = reducer.reduce(slots, gradients(3, 7))
+        np.testing.assert_array_equal(table, np.array([1, 71])[:, None] * np.ones(16))
+        np.testing.assert_array_equal(half, np.array([71, 1])[:, None] * np.ones(16))
+        assert reducer.memory.norm() == 0
+
+    ringlet.run(work, np=1, transport="local")
+
+
 @pytest.mark.parametrize("place", [-1, 30])
 def test_rows_that_a_small_table_lacks(place):
     """In a step in which all ranks have compared what they reduce, and in one after another."""
