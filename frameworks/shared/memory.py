@@ -16,7 +16,9 @@ from ringlet.compressors.states import (
     forget_shared,
     owed,
     rescale,
+    residual_to_rows,
     resize,
+    rows_to_residual,
     shared,
     take_over,
 )
@@ -201,6 +203,21 @@ class Memory:
             taken: Array = table[places]
             table[places] = 0
             return taken
+
+    def move(self, name: str, shape: tuple[int, ...], by_row: bool, size: int) -> None:
+        """Keep what is held back of a tensor where its next gradient, among ``size`` ranks, looks.
+
+        That is by row of a table, or in the residual.
+        """
+        state, compressor = self.states.get(name), self.compressor_of(name)
+        if state is None or compressor is None or not (by_row or "rows" in state):
+            return
+        how = size, self.averages, self.predivide
+        with self.lock, at_work():
+            if by_row:
+                residual_to_rows(state, compressor, shape, *how)
+            else:
+                rows_to_residual(state, compressor, *how)
 
     def forget(self) -> bool:
         """Forget all that is remembered but how often each tensor was compressed.

@@ -340,6 +340,36 @@ def case_an_optimizer_that_is_wrapped_again():
         assert plain.residual_norm() == again.residual_norm() == 0
 
 
+def case_rows_held_back_where_an_optimizer_takes_tables_as_dense():
+    """Wrapped again, or with what was saved: what a table's rows held back is applied."""
+    numbers = np.random.default_rng(hvd.rank())
+    given = numbers.normal(size=(64, 32)).astype("float32")
+    mean = np.asarray(hvd.allreduce(given))
+    places, shape = np.arange(64), (4096, 32)
+
+    def wrapped(own, **options):
+        return hvd.DistributedOptimizer(
+            own, compression="topk(ratio=0.01) | ef", gradient_predivide_factor=2.0, **options
+        )
+
+    for loads in (False, True):
+        for first in (False, True):
+            own, table = keras.optimizers.SGD(1.0), keras.Variable(np.zeros(shape), name="table")
+            before = wrapped(own, sparse_as_dense=first)
+            before.apply([tf.IndexedSlices(given, places, shape)], [table])
+            assert before.residual_norm() > 0
+            if loads:
+                after = wrapped(keras.optimizers.SGD(1.0), sparse_as_dense=not first)
+                hvd.set_compressor_state(after, hvd.compressor_state(before))
+            else:
+                after = wrapped(own, sparse_as_dense=not first)
+            for _ in range(40 if first else 2):
+                after.apply([tf.IndexedSlices(np.zeros_like(given), places, shape)], [table])
+            assert after.residual_norm() == 0
+            np.testing.assert_allclose(-table.numpy()[:64], mean, atol=1e-6)
+            assert not table.numpy()[64:].any()
+
+
 def case_a_gradient_that_one_rank_lacks():
     """The model is the same, and not blamed."""
     used = keras.Variable(np.ones(3, np.float32), name="used")
@@ -1185,6 +1215,77 @@ def test_what_is_owed_to_one_rank_that_is_left_outlasts_an_overflow():
         assert reducer.memory.norm() == 0
 
     ringlet.run(work, np=1, transport="local")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("spec", ["topk(ratio=0.01) | ef", "int8 | ef"])
+@pytest.mark.parametrize(
+    ("op", "predivide"), [(hvd.Average, 1.0), (hvd.Average, 4.0), (hvd.Sum, 1.0)]
+)
+def test_what_is_held_back_of_a_table_goes_on_where_its_gradient_becomes_dense(
+    op, predivide, spec, size
+):
+    """Or sparse: all that is applied is what all ranks have given, whichever way comes last."""
+    shape, places = (4096, 32), np.arange(64) * 3
+    slots = {kind: Slot("table", "float32", shape, sparse=kind) for kind in (False, True)}
+
+    def work():
+        hvd.init()
+        numbers = np.random.default_rng(hvd.rank())
+        for last in slots:
+            settings = Settings(Router(spec), op, predivide)
+            reducer = GradientReducer("test", settings)
+            given, applied = np.zeros(shape), np.zeros(shape)
+            for i in range(-3, 130 if last else 8):
+                sparse = last if i >= 0 else last ^ bool(i % 2)
+                rows = numbers.normal(size=(64, 32)).astype("float32") * (i < 0)
+                gradient = np.zeros(shape, np.float32)
+                gradient[places] = rows
+                given += gradient
+                arrays = [rows, places] if sparse else [gradient]
+                results = reducer.reduce([slots[sparse]], arrays)
+                if sparse:
+                    applied[results[1]] += results[0]
+                else:
+                    applied += results[0]
+                if i == -1:
+                    assert reducer.memory.norm() > 0
+            assert reducer.memory.norm() < 1e-5
+            expected = np.asarray(hvd.allreduce(given.astype("float32"), op=op))
+            np.testing.assert_allclose(applied, expected, atol=1e-5)
+
+    ringlet.run(work, np=size, transport="local")
+
+
+@pytest.mark.parametrize("key", ["rows", "residual"])
+@pytest.mark.parametrize("spec", ["fp16 | ef", "bf16 | ef"])
+def test_what_is_held_back_of_a_table_is_worth_the_same_as_rows_and_as_a_whole(spec, key):
+    """Also where a compressor is given each rank's share of the mean, and where one is left."""
+    shape, places = (4096, 32), np.arange(64) * 3
+    slots = {kind: Slot("table", "float32", shape, sparse=kind) for kind in (False, True)}
+
+    def work():
+        hvd.init()
+        size, held = hvd.size(), np.zeros(shape, np.float32)
+        held[places] = np.random.default_rng(hvd.rank()).integers(-8, 8, (64, 32))
+        found = {}
+        for sparse, slot in slots.items():
+            settings = Settings(Router(spec), predivide=4.0)
+            reducer = GradientReducer("test", settings)
+            own = held.flatten() if key == "residual" else held.copy()
+            reducer.memory.states["table"] = {key: own}
+            if size == 1:
+                reducer.memory.among = 2  # of before
+                reducer.memory.resize(1)
+            zeros = np.zeros((64, 32) if sparse else shape, np.float32)
+            results = reducer.reduce([slot], [zeros, places] if sparse else [zeros])
+            found[sparse] = results[0] if sparse else results[0][places]
+            assert reducer.memory.norm() == 0
+        assert found[False].any()
+        np.testing.assert_array_equal(found[False], found[True])
+
+    for size in (2, 1):
+        ringlet.run(work, np=size, transport="local")
 
 
 def test_one_rank_that_is_left_gives_back_rows_when_they_are_used():

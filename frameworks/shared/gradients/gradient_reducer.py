@@ -312,6 +312,7 @@ class GradientReducer:
         if known is None or not changes.enter(known.group):
             names, compared = self._compared(slots, unused), True
             known = known or self._declare(slots, names, runtime)
+        self._move(known.large)  # in every step: one of another list may have failed
         self.memory.began()
         try:
             results = known.run(arrays, outputs)
@@ -487,6 +488,12 @@ class GradientReducer:
             results += parts
         return results
 
+    def _move(self, slots: Sequence[Slot]) -> None:
+        """Let what is held back of tables be by row where their gradients now travel as rows."""
+        for slot in slots:
+            by_row = not self.settings.dense(slot)
+            self.memory.move(slot.name, slot.shape, by_row, self.settings.process_set.size())
+
     def _paid_back(self, slots: Sequence[Slot], results: list[Array]) -> list[Array]:
         """Add what ranks held back of gradients to those of the one that is left: nothing travels.
 
@@ -495,6 +502,7 @@ class GradientReducer:
         """
         if not self.memory.states or (self.settings.guard and not _finite(results)):
             return results
+        self._move(slots)
         given, whole, by_row = iter(results), [], []
         for slot in slots:
             if self.settings.dense(slot):
