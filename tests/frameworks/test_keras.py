@@ -1288,6 +1288,35 @@ def test_what_is_held_back_of_a_table_is_worth_the_same_as_rows_and_as_a_whole(s
         ringlet.run(work, np=size, transport="local")
 
 
+def test_what_is_held_back_by_row_goes_on_after_a_whole_table_that_failed():
+    """The next rows are of the list that was reduced last, which nobody declares anew."""
+    shape, places = (4096, 32), np.arange(64)
+    rows = [Slot("table", "float32", shape, sparse=True)]
+    whole = [Slot("small", "float32", (30, 2), sparse=True), Slot("table", "float32", shape)]
+
+    def work():
+        hvd.init()
+        rank, applied = hvd.rank(), np.zeros(shape, np.float32)
+        reducer = GradientReducer("test", Settings(Router("topk(ratio=0.01) | ef")))
+        reducer.memory.keep_steps()  # as elastic jobs do
+        given = np.random.default_rng(rank).normal(size=(64, 32)).astype("float32")
+        for i in range(-1, 110):
+            values, at = reducer.reduce(rows, [given * (i < 0), places])
+            applied[at] += values
+            if i == -1:
+                norm = reducer.memory.norm()
+                wrong = [np.ones((1, 2), np.float32), np.array([30 if rank == 0 else 0])]
+                with pytest.raises(ValueError if rank == 0 else hvd.StepAbandoned):
+                    reducer.reduce(whole, [*wrong, np.zeros(shape, np.float32)])
+                reducer.memory.take_back()
+                assert reducer.memory.norm() == pytest.approx(norm)
+        assert norm > 0
+        assert reducer.memory.norm() == 0
+        np.testing.assert_allclose(applied[:64], hvd.allreduce(given), atol=1e-6)
+
+    ringlet.run(work, np=2, transport="local")
+
+
 def test_one_rank_that_is_left_gives_back_rows_when_they_are_used():
     """Once, wherever a row comes several times; nothing in a step that is skipped, or refused."""
     slots = [
