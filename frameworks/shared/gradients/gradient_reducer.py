@@ -516,7 +516,7 @@ class GradientReducer:
             places, first = np.unique(indices, return_index=True)  # a row may come several times
             rows = self.memory.take_rows(name, places)
             values[first] = (rows + values[first]).astype(values.dtype)
-        held = self.memory.take_residuals([name for name, _ in whole])
+        held = self.memory.take_residuals({name for name, _ in whole})
         for name, out in whole:
             if name in held:
                 owed = held[name].reshape(out.shape) * np.float32(self.settings.predivide)
