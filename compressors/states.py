@@ -4,10 +4,12 @@ Arrays may be of any array module; ``Traits.gradient_units`` names those in unit
 Such units are those of what is compressed: the gradient, prescaled, or its share of the mean
 (``average``) among ``size`` ranks where a compressor divides first. What is held back of the sum
 of a shard is in units of the result instead: of the sum times ``postscale``, or of the mean.
+What is held back of a table's rows is in units of the gradient itself.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -283,8 +285,44 @@ def of_gradient(
 ) -> Any:
     """Return what is ``owed`` in units of this rank's gradient, flat; None where nothing is."""
     found = next(held_back(owed(state, compressor, size, average, postscale)), None)
-    unit = postscale / (_share(compressor, size) if average else 1.0)
+    unit = _in_gradient(compressor, size, average, postscale)
     return None if found is None else found * np.float32(unit)
+
+
+def rows_to_residual(
+    state: State, compressor: Compressor, size: int, average: bool, postscale: float = 1.0
+) -> None:
+    """Let what is held back of a table's rows go on in the residual: its gradient is dense now."""
+    if "rows" not in state or not _feeds_back(compressor):
+        return
+    widen(state)
+    unit = _in_gradient(compressor, size, average, postscale)
+    held = state["rows"].reshape(-1) / np.float32(unit)
+    known = state.get("residual")
+    if known is None or known.shape == held.shape:  # else one of them is of another variable
+        state["residual"] = held if known is None else known + held
+        del state["rows"]
+
+
+def residual_to_rows(
+    state: State, compressor: Compressor, shape: tuple[int, ...], size: int, average: bool,
+    postscale: float = 1.0,
+) -> None:  # fmt: skip
+    """Let what is held back of a table go on by row, until the row is used: its gradient is sparse.
+
+    That of shards and sums too. Arrays are NumPy's.
+    """
+    if state.keys() <= {"step", "rows"} or not _feeds_back(compressor):
+        return
+    held = of_gradient(state, compressor, size, average, postscale)
+    if held is None or held.size != math.prod(shape):
+        return
+    rows = held.reshape(shape)
+    for part in _parts(state, compressor, size, average, postscale):
+        forget(part.state)
+    forget(state)
+    known = state.get("rows")
+    state["rows"] = rows if known is None else known + rows
 
 
 def shared(state: State, compressor: Compressor) -> list[str]:
@@ -588,6 +626,11 @@ def _times(value: object, factor: float) -> object:
         value *= np.float32(factor)  # type: ignore[operator]  # an array, in place
         return value
     return value * factor  # type: ignore[operator]  # a number
+
+
+def _in_gradient(compressor: Compressor, size: int, average: bool, postscale: float) -> float:
+    """Return what a residual is multiplied by to be in units of the gradient, as rows are."""
+    return postscale / (_share(compressor, size) if average else 1.0)
 
 
 def _share(compressor: Compressor, size: int) -> float:

@@ -16,7 +16,9 @@ from ringlet.compressors.states import (
     forget_shared,
     owed,
     rescale,
+    residual_to_rows,
     resize,
+    rows_to_residual,
     shared,
     take_over,
 )
@@ -189,6 +191,33 @@ class Memory:
                     taken[name] = residual
                     forget(state)
         return taken
+
+    def holds_rows(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether anything may be held back by row of a table of that shape."""
+        return getattr(self.states.get(name, {}).get("rows"), "shape", None) == shape
+
+    def take_rows(self, name: str, places: Array) -> Array:
+        """Return what is held back of a table's rows, each named once, and hold it back no more."""
+        with self.lock, at_work():
+            table = self.states[name]["rows"]
+            taken: Array = table[places]
+            table[places] = 0
+            return taken
+
+    def move(self, name: str, shape: tuple[int, ...], by_row: bool, size: int) -> None:
+        """Keep what is held back of a tensor where its next gradient, among ``size`` ranks, looks.
+
+        That is by row of a table, or in the residual.
+        """
+        state, compressor = self.states.get(name), self.compressor_of(name)
+        if state is None or compressor is None or not (by_row or "rows" in state):
+            return
+        how = size, self.averages, self.predivide
+        with self.lock, at_work():
+            if by_row:
+                residual_to_rows(state, compressor, shape, *how)
+            else:
+                rows_to_residual(state, compressor, *how)
 
     def forget(self) -> bool:
         """Forget all that is remembered but how often each tensor was compressed.

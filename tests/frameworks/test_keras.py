@@ -340,6 +340,36 @@ def case_an_optimizer_that_is_wrapped_again():
         assert plain.residual_norm() == again.residual_norm() == 0
 
 
+def case_rows_held_back_where_an_optimizer_takes_tables_as_dense():
+    """Wrapped again, or with what was saved: what a table's rows held back is applied."""
+    numbers = np.random.default_rng(hvd.rank())
+    given = numbers.normal(size=(64, 32)).astype("float32")
+    mean = np.asarray(hvd.allreduce(given))
+    places, shape = np.arange(64), (4096, 32)
+
+    def wrapped(own, **options):
+        return hvd.DistributedOptimizer(
+            own, compression="topk(ratio=0.01) | ef", gradient_predivide_factor=2.0, **options
+        )
+
+    for loads in (False, True):
+        for first in (False, True):
+            own, table = keras.optimizers.SGD(1.0), keras.Variable(np.zeros(shape), name="table")
+            before = wrapped(own, sparse_as_dense=first)
+            before.apply([tf.IndexedSlices(given, places, shape)], [table])
+            assert before.residual_norm() > 0
+            if loads:
+                after = wrapped(keras.optimizers.SGD(1.0), sparse_as_dense=not first)
+                hvd.set_compressor_state(after, hvd.compressor_state(before))
+            else:
+                after = wrapped(own, sparse_as_dense=not first)
+            for _ in range(40 if first else 2):
+                after.apply([tf.IndexedSlices(np.zeros_like(given), places, shape)], [table])
+            assert after.residual_norm() == 0
+            np.testing.assert_allclose(-table.numpy()[:64], mean, atol=1e-6)
+            assert not table.numpy()[64:].any()
+
+
 def case_a_gradient_that_one_rank_lacks():
     """The model is the same, and not blamed."""
     used = keras.Variable(np.ones(3, np.float32), name="used")
@@ -1203,6 +1233,150 @@ def test_what_is_owed_to_one_rank_that_is_left_outlasts_an_overflow():
         assert reducer.memory.norm() == pytest.approx(300**0.5)
         (paid,) = reducer.reduce([slot], [np.zeros(300, np.float32)])
         np.testing.assert_array_equal(paid, np.ones(300))
+        assert reducer.memory.norm() == 0
+
+    ringlet.run(work, np=1, transport="local")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("spec", ["topk(ratio=0.01) | ef", "int8 | ef"])
+@pytest.mark.parametrize(
+    ("op", "predivide"), [(hvd.Average, 1.0), (hvd.Average, 4.0), (hvd.Sum, 1.0)]
+)
+def test_what_is_held_back_of_a_table_goes_on_where_its_gradient_becomes_dense(
+    op, predivide, spec, size
+):
+    """Or sparse: all that is applied is what all ranks have given, whichever way comes last."""
+    shape, places = (4096, 32), np.arange(64) * 3
+    slots = {kind: Slot("table", "float32", shape, sparse=kind) for kind in (False, True)}
+
+    def work():
+        hvd.init()
+        numbers = np.random.default_rng(hvd.rank())
+        for last in slots:
+            settings = Settings(Router(spec), op, predivide)
+            reducer = GradientReducer("test", settings)
+            given, applied = np.zeros(shape), np.zeros(shape)
+            for i in range(-3, 130 if last else 8):
+                sparse = last if i >= 0 else last ^ bool(i % 2)
+                rows = numbers.normal(size=(64, 32)).astype("float32") * (i < 0)
+                gradient = np.zeros(shape, np.float32)
+                gradient[places] = rows
+                given += gradient
+                arrays = [rows, places] if sparse else [gradient]
+                results = reducer.reduce([slots[sparse]], arrays)
+                if sparse:
+                    applied[results[1]] += results[0]
+                else:
+                    applied += results[0]
+                if i == -1:
+                    assert reducer.memory.norm() > 0
+            assert reducer.memory.norm() < 1e-5
+            expected = np.asarray(hvd.allreduce(given.astype("float32"), op=op))
+            np.testing.assert_allclose(applied, expected, atol=1e-5)
+
+    ringlet.run(work, np=size, transport="local")
+
+
+@pytest.mark.parametrize("key", ["rows", "residual"])
+@pytest.mark.parametrize("spec", ["fp16 | ef", "bf16 | ef"])
+def test_what_is_held_back_of_a_table_is_worth_the_same_as_rows_and_as_a_whole(spec, key):
+    """Also where a compressor is given each rank's share of the mean, and where one is left."""
+    shape, places = (4096, 32), np.arange(64) * 3
+    slots = {kind: Slot("table", "float32", shape, sparse=kind) for kind in (False, True)}
+
+    def work():
+        hvd.init()
+        size, held = hvd.size(), np.zeros(shape, np.float32)
+        held[places] = np.random.default_rng(hvd.rank()).integers(-8, 8, (64, 32))
+        found = {}
+        for sparse, slot in slots.items():
+            settings = Settings(Router(spec), predivide=4.0)
+            reducer = GradientReducer("test", settings)
+            own = held.flatten() if key == "residual" else held.copy()
+            reducer.memory.states["table"] = {key: own}
+            if size == 1:
+                reducer.memory.among = 2  # of before
+                reducer.memory.resize(1)
+            zeros = np.zeros((64, 32) if sparse else shape, np.float32)
+            results = reducer.reduce([slot], [zeros, places] if sparse else [zeros])
+            found[sparse] = results[0] if sparse else results[0][places]
+            assert reducer.memory.norm() == 0
+        assert found[False].any()
+        np.testing.assert_array_equal(found[False], found[True])
+
+    for size in (2, 1):
+        ringlet.run(work, np=size, transport="local")
+
+
+def test_what_is_held_back_by_row_goes_on_after_a_whole_table_that_failed():
+    """The next rows are of the list that was reduced last, which nobody declares anew."""
+    shape, places = (4096, 32), np.arange(64)
+    rows = [Slot("table", "float32", shape, sparse=True)]
+    whole = [Slot("small", "float32", (30, 2), sparse=True), Slot("table", "float32", shape)]
+
+    def work():
+        hvd.init()
+        rank, applied = hvd.rank(), np.zeros(shape, np.float32)
+        reducer = GradientReducer("test", Settings(Router("topk(ratio=0.01) | ef")))
+        reducer.memory.keep_steps()  # as elastic jobs do
+        given = np.random.default_rng(rank).normal(size=(64, 32)).astype("float32")
+        for i in range(-1, 110):
+            values, at = reducer.reduce(rows, [given * (i < 0), places])
+            applied[at] += values
+            if i == -1:
+                norm = reducer.memory.norm()
+                wrong = [np.ones((1, 2), np.float32), np.array([30 if rank == 0 else 0])]
+                with pytest.raises(ValueError if rank == 0 else hvd.StepAbandoned):
+                    reducer.reduce(whole, [*wrong, np.zeros(shape, np.float32)])
+                reducer.memory.take_back()
+                assert reducer.memory.norm() == pytest.approx(norm)
+        assert norm > 0
+        assert reducer.memory.norm() == 0
+        np.testing.assert_allclose(applied[:64], hvd.allreduce(given), atol=1e-6)
+
+    ringlet.run(work, np=2, transport="local")
+
+
+def test_one_rank_that_is_left_gives_back_rows_when_they_are_used():
+    """Once, wherever a row comes several times; nothing in a step that is skipped, or refused."""
+    slots = [
+        Slot("table", "float32", (10_000, 16), sparse=True),
+        Slot("half", "float16", (10_000, 16), sparse=True),
+        Slot("dense", "float32", (300,)),
+    ]
+
+    def gradients(*places, value=1.0):
+        rows = np.full((len(places), 16), value, np.float32)
+        at = np.array(places)
+        return [rows, at, rows.astype(np.float16), at[::-1], np.ones(300, np.float32)]
+
+    def work():
+        hvd.init()
+        settings = Settings(Router("topk(ratio=0.1) | ef"), predivide=2.0, guard=True)
+        reducer = GradientReducer("test", settings)
+        for name in ("table", "half"):
+            rows = np.zeros((10_000, 16), np.float32)
+            rows[[3, 5, 7]] = [[30], [50], [70]]
+            reducer.memory.states[name] = {"rows": rows}
+        reducer.memory.states["dense"] = {"residual": np.ones(300, np.float32)}
+        norm = reducer.memory.norm()
+        reducer.reduce(slots, gradients(3, 5, value=np.inf))
+        with pytest.raises(ValueError, match="'table' has 10000 rows; its gradient has indices"):
+            reducer.reduce(slots, gradients(3, -1))
+        assert reducer.memory.norm() == norm
+        given = gradients(5, 3, 5, 0)
+        table, at, half, others, dense = reducer.reduce(slots, given)
+        assert at.tolist() == [5, 3, 5, 0]
+        assert others.tolist() == [0, 5, 3, 5]
+        np.testing.assert_array_equal(table, np.array([51, 31, 1, 1])[:, None] * np.ones(16))
+        np.testing.assert_array_equal(half, np.array([1, 51, 31, 1])[:, None] * np.ones(16))
+        np.testing.assert_array_equal(dense, np.full(300, 3))
+        assert (given[0] == 1).all()
+        assert reducer.memory.norm() == pytest.approx((2 * 16) ** 0.5 * 70)
+        table, _, half, *_ = reducer.reduce(slots, gradients(3, 7))
+        np.testing.assert_array_equal(table, np.array([1, 71])[:, None] * np.ones(16))
+        np.testing.assert_array_equal(half, np.array([71, 1])[:, None] * np.ones(16))
         assert reducer.memory.norm() == 0
 
     ringlet.run(work, np=1, transport="local")

@@ -19,7 +19,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import RingError
 from ringlet.shared.arrays import allocate, flat
-from ringlet.shared.gradients.gradient_settings import Settings, Slot
+from ringlet.shared.gradients.gradient_settings import LARGE, Settings, Slot
 from ringlet.shared.gradients.sparse_rows import RowExchange, check_places, densified
 from ringlet.shared.requests import SUMS, reduced_as
 
@@ -39,6 +39,8 @@ class GradientList:
         step: int,
     ) -> None:
         self._slots, self._settings = list(slots), settings
+        # Those of which something may be held back by row, now or in another list.
+        self.large = [slot for slot in slots if math.prod(slot.shape) >= LARGE]
         self.step = step
         number, op = settings.process_set.number(), settings.op
         self._dense = [slot for slot in slots if settings.dense(slot)]

@@ -25,7 +25,7 @@ from ringlet.shared.arrays import all_finite, allocate
 from ringlet.shared.drift import Drift
 from ringlet.shared.gradients.gradient_list import GradientList
 from ringlet.shared.gradients.gradient_settings import Beside, Settings, Slot
-from ringlet.shared.gradients.sparse_rows import densified
+from ringlet.shared.gradients.sparse_rows import check_places, densified
 from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
 from ringlet.shared.model_agreement import (
@@ -312,6 +312,7 @@ class GradientReducer:
         if known is None or not changes.enter(known.group):
             names, compared = self._compared(slots, unused), True
             known = known or self._declare(slots, names, runtime)
+        self._move(known.large)  # in every step: one of another list may have failed
         self.memory.began()
         try:
             results = known.run(arrays, outputs)
@@ -487,21 +488,39 @@ class GradientReducer:
             results += parts
         return results
 
+    def _move(self, slots: Sequence[Slot]) -> None:
+        """Let what is held back of tables be by row where their gradients now travel as rows."""
+        for slot in slots:
+            by_row = not self.settings.dense(slot)
+            self.memory.move(slot.name, slot.shape, by_row, self.settings.process_set.size())
+
     def _paid_back(self, slots: Sequence[Slot], results: list[Array]) -> list[Array]:
         """Add what ranks held back of gradients to those of the one that is left: nothing travels.
 
-        In place, and to the dense ones. A step that is skipped for an overflow takes nothing along.
+        In place; of a large table when a row is used. A step that is skipped for an overflow takes
+        nothing along.
         """
-        if self.settings.guard and self.memory.states and not _finite(results):
+        if not self.memory.states or (self.settings.guard and not _finite(results)):
             return results
-        dense = {slot.name for slot in slots if self.settings.dense(slot)}
-        held, place = self.memory.take_residuals(dense), 0
-        for slot in slots if held else ():
-            if slot.name in held:
-                out = results[place]
-                owed = held[slot.name].reshape(out.shape) * np.float32(self.settings.predivide)
+        self._move(slots)
+        given, whole, by_row = iter(results), [], []
+        for slot in slots:
+            if self.settings.dense(slot):
+                whole.append((slot.name, next(given)))
+                continue
+            values, indices = next(given), next(given)
+            if self.memory.holds_rows(slot.name, slot.shape):
+                check_places(indices, slot.shape[0], slot.name)  # before anything is taken
+                by_row.append((slot.name, values, indices))
+        for name, values, indices in by_row:
+            places, first = np.unique(indices, return_index=True)  # a row may come several times
+            rows = self.memory.take_rows(name, places)
+            values[first] = (rows + values[first]).astype(values.dtype)
+        held = self.memory.take_residuals({name for name, _ in whole})
+        for name, out in whole:
+            if name in held:
+                owed = held[name].reshape(out.shape) * np.float32(self.settings.predivide)
                 out[...] = (owed + out).astype(out.dtype)
-            place += 1 if slot.name in dense else slot.inputs
         return results
 
     def _all_finite(self, arrays: Sequence[Array]) -> bool:
