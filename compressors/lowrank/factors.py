@@ -27,6 +27,20 @@ def draw(rows: Array, ctx: Context, stream: int = 0) -> None:
         rows[...] = ctx.xp.asarray(rng.standard_normal(rows.shape, dtype=np.float32))
 
 
+def revived(rows: Array, room: Array, ctx: Context) -> Array:
+    """Return ``rows`` (r x m, float32), or ``room`` with what they are and columns of zeros drawn.
+
+    What a column of zeros is multiplied with is never seen, whatever it is by now: such as a block
+    of the matrix that was all zeros when the rows were made. Ranks draw the same.
+    """
+    xp = ctx.xp
+    if xp is np and (rows[0].all() or rows.any(axis=0).all()):
+        return rows
+    fresh = ctx.uniform(rows.size, shared=True).reshape(rows.shape) - np.float32(0.5)
+    room[...] = xp.where(rows.any(axis=0), rows, fresh)
+    return room
+
+
 def poison_of(rows: Array, ctx: Context) -> Any:
     """Return 0 (float32), or NaN where a value is not finite: what adds it to a result shows it."""
     if ctx.xp is np:

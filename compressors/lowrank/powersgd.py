@@ -21,7 +21,7 @@ from ringlet.compressors.base.precompile import rehearse, rehearse_together
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import option
 from ringlet.compressors.core.remembered import remember_rows, remembered_rows
-from ringlet.compressors.lowrank.factors import draw, keep, orthonormal, poison_of
+from ringlet.compressors.lowrank.factors import draw, keep, orthonormal, poison_of, revived
 from ringlet.compressors.lowrank.products import Factors, Source, product, product_and_lost
 from ringlet.compressors.specs.registry import register
 
@@ -149,9 +149,10 @@ class PowerSGD(LowRank):
         r, (n, m), held = self.rank, source.shape, ctx.workspace.held
         with held(r * n) as rows, held(r * m) as columns, held(r * m) as first:
             basis, own = rows.reshape(r, n), columns.reshape(r, m)
-            start = first.reshape(r, m)
+            start = known = first.reshape(r, m)
             if self.warm_start:
-                start = remembered_rows("right", start, draw, ctx)
+                known = remembered_rows("right", start, draw, ctx)
+                start = known if known is start else revived(known, start, ctx)
             else:
                 draw(start, ctx)
             source.times_rows(start, basis)
@@ -161,7 +162,7 @@ class PowerSGD(LowRank):
             source.times_columns(basis, own)
             right = (yield Round(columns, "mean", columns)).reshape(r, m)
             if self.warm_start:
-                keep(right, poison, remember_rows("right", start, ctx), ctx)
+                keep(right, poison, remember_rows("right", known, ctx), ctx)
             finish((basis, right), (basis, own), poison)
 
 

@@ -20,7 +20,7 @@ from ringlet.compressors.base.batched import (
 )
 from ringlet.compressors.core.context import Array
 from ringlet.compressors.core.remembered import remember_rows, remembered_rows
-from ringlet.compressors.lowrank.factors import SMALL, draw
+from ringlet.compressors.lowrank.factors import SMALL, draw, revived
 
 
 def exchange_many(
@@ -40,15 +40,16 @@ def exchange_many(
     starts = starts_of(np.concatenate(parts)).reshape(len(parts), len(tensors))
     with tensors[0].ctx.workspace.held(sum(int(part.sum()) for part in parts)) as scratch:
         places = addresses(scratch, starts.ravel()).reshape(starts.shape)
-        drawn = []
+        others = []  # by place: what the next step begins with, where this one does not
         for i, (_, _, ctx, _) in enumerate(tensors):
-            start = room = _matrix(scratch, starts[2, i], rank, columns[i])
+            start = room = known = _matrix(scratch, starts[2, i], rank, columns[i])
             if warm_start:
-                start = remembered_rows("right", room, draw, ctx)
+                known = remembered_rows("right", room, draw, ctx)
+                start = known if known is room else revived(known, room, ctx)
             else:
                 draw(room, ctx)
             if start is room:
-                drawn.append((i, room))
+                others.append((i, known))
             table[i, kernels.START] = start.ctypes.data
         if targets.any():
             table[:, kernels.TARGET] = places[3]
@@ -63,8 +64,8 @@ def exchange_many(
 
         means = yield RoundOfMany(lengths[1], second)
         if warm_start:
-            for i, room in drawn:
-                kept = remember_rows("right", room, tensors[i].ctx)
+            for i, known in others:
+                kept = remember_rows("right", known, tensors[i].ctx)
                 table[i, kernels.START] = kept.ctypes.data
         kernels.results(table, rank, warm_start, means, poisons)
 

@@ -409,6 +409,9 @@ def test_tensors_that_exchange_together_become_what_each_becomes_alone(spec, in_
         for step in range(4):
             xs = [values(int(np.prod(shape)), step) for shape in shapes]
             xs[1][5] = np.inf if step == 2 else 1
+            block = xs[2].reshape(shapes[2][0], -1)  # all zeros but one block, first the other one
+            block[len(block) // 2 :, :] = block[:, block.shape[1] // 2 :] = 0
+            xs[2][:] = xs[2][::-1].copy() if step > 1 else xs[2]
             outs = xs if in_place else [np.empty_like(x) for x in xs]
             around = [
                 Context(name=f"w{i}", shape=shape, numel=x.size, state=state, step=step, size=RANKS)

@@ -328,6 +328,26 @@ def test_threads_change_nothing(spec):
     alike(results)
 
 
+@pytest.mark.parametrize("spec", [
+    "powersgd(rank=2) | ef", "powersgd | ef", "acpsgd(rank=2) | ef",
+    "powersgd(rank=2) | shared_int(bits=32) | ef",
+])  # fmt: skip
+@pytest.mark.parametrize("late", [1, 40])
+def test_a_block_that_was_zeros_before_is_seen(spec, late):
+    """Its columns of the factor that is kept are zeros, and would be for ever."""
+    compressor, states, owed = parse(spec), [{}, {}], np.zeros((16, 64))
+    for step in range(200):
+        given = [np.zeros((16, 64), np.float32) for _ in states]
+        if step < 120:
+            for rank, x in enumerate(given):
+                x[:8, :32] = normal(2 * step + rank, 8, 32)
+                if step >= late:
+                    x[8:, 32:] = normal(999, 8, 32) + 0.1 * normal(5000 + 2 * step + rank, 8, 32)
+        outs, _ = exchange(compressor, given, states, step)
+        owed += np.mean(given, axis=0, dtype=np.float64) - alike(outs)
+    assert np.abs(owed).max() < 1e-2
+
+
 def test_without_a_warm_start_nothing_is_remembered():
     states = [{}]
     first, _ = exchange(PowerSGD(2, warm_start=False), [normal(0, 30, 20)], states, step=0)
