@@ -182,6 +182,10 @@ class Chain(Compressor, joins=True):
         """Return a side's reason."""
         return self.first.divergence() or self.second.divergence()
 
+    def rotated_divergence(self) -> str | None:
+        """Return a side's reason."""
+        return self.first.rotated_divergence() or self.second.rotated_divergence()
+
     def layout(self, n: int) -> tuple[Part, ...]:
         """Return first's arrays with its values replaced by second's arrays."""
         parts: list[Part] = []

@@ -232,6 +232,15 @@ class Compressor:
         grows = f"its variance omega is {traits.omega:.3g}, so that residuals grow without bound"
         return f"{grows}; {cure}"
 
+    def rotated_divergence(self) -> str | None:
+        """Return why error feedback would diverge where values are rotated first; None otherwise.
+
+        Some lose nothing of a bucket's largest value, and no more than that value of the others.
+        That bounds residuals while it is the same element. A rotation, as ``hadamard`` is, makes it
+        another one in each step.
+        """
+        return None
+
     # -- what a compressor may override for speed; results must not change --------------------
 
     def encode_into(self, x: Array, payload: Payload, ctx: Context) -> None:

@@ -103,6 +103,10 @@ class Modifier(Compressor):
         """Return the wrapped compressor's reason."""
         return self.wrapped_compressor.divergence()
 
+    def rotated_divergence(self) -> str | None:
+        """Return the wrapped compressor's reason."""
+        return self.wrapped_compressor.rotated_divergence()
+
     def refuse_second_memory(self) -> None:
         """Raise CompressorError where a memory of payloads is not the only one, or diverges."""
         traits = self.wrapped_compressor.traits()

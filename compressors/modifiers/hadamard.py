@@ -52,6 +52,10 @@ class Hadamard(Modifier):
                 "write for example 'int4 | hadamard | ef'"
             )
 
+    def divergence(self) -> str | None:
+        """Return the wrapped compressor's reason, or that of what it is for rotated values."""
+        return super().divergence() or self.wrapped_compressor.rotated_divergence()
+
     def traits(self) -> Traits:
         """Return the wrapped traits; pieces start at whole blocks of both kinds."""
         inner = self.wrapped_compressor.traits()

@@ -82,6 +82,10 @@ class Scaled(Modifier):
         """None: it contracts."""
         return None
 
+    def rotated_divergence(self) -> str | None:
+        """None: it contracts."""
+        return None
+
     def decompress(self, payload: Payload, out: Array, ctx: Context) -> None:
         """Decode and scale; a quantiser does both in one pass on a GPU."""
         if not self._fused([payload], out, ctx, add=False):

@@ -76,7 +76,8 @@ class OneBit(Signs):
     """Send signs, and the mean magnitude of each bucket, which is the best scale for signs.
 
     Seide et al., Interspeech 2014, with one mean instead of two. Loses much in a single step: use
-    it with error feedback, ``onebit | ef``. 31.5 times smaller than float32. The scale is a
+    it with error feedback, ``onebit | ef``; without, what is 0 moves by the mean magnitude in each
+    step. 31.5 times smaller than float32. The scale is a
     bfloat16: the error depends on it only to second order, so 2**-8 costs a share of 2**-16.
     """
 

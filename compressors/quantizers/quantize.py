@@ -205,6 +205,15 @@ class MaxNorm(BucketQuantizer):
         """None: no error exceeds a level, so that residuals are bounded as the largest value is."""
         return None
 
+    def rotated_divergence(self) -> str | None:
+        """None but where one level is rounded to at random."""
+        if not self.stochastic or self.levels > 1:
+            return None
+        return (
+            f"{self} loses more of rotated values than there is, so that residuals grow without "
+            "bound; write bits=3, or leave '| ef' away"
+        )
+
 
 @register("int8")
 class Int8(MaxNorm):
@@ -265,7 +274,8 @@ class MinMax(BucketQuantizer):
 
     Uses every level, which is best for values without outliers; the smallest value is exact, and
     a constant bucket decodes to its constant. Sends the minimum as float32. A bucket whose range
-    exceeds float32 decodes to NaN.
+    exceeds float32 decodes to NaN. Zero is no level where a bucket has both signs: without error
+    feedback what is 0 moves by up to half a level in each step, which ``int4`` does not.
     """
 
     paper: ClassVar[str] = "Markov, Middleware 2022"

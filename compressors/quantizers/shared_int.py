@@ -52,6 +52,15 @@ class SharedInt(Compressor):
         """Two rounds; the error is relative to the largest rank's values, so nothing is claimed."""
         return Traits("rounds")
 
+    def rotated_divergence(self) -> str | None:
+        """None but where one level is rounded to at random."""
+        if not self.stochastic or self.levels != 1:
+            return None
+        return (
+            f"{self} loses more of rotated values than there is, so that residuals grow without "
+            "bound; use more levels, or leave '| ef' away"
+        )
+
     def chained_part(self) -> str | None:
         """None: what travels are integers already."""
         return None

@@ -136,10 +136,16 @@ def test_array_code_keeps_the_same_residual(spec):
         ("minmax(bits=1)", "write 'onebit'"),
         ("signsgd(scale=0.25)", r"a vote is \+-0.25 .* use 'onebit' instead of 'signsgd'"),
         ("qsgd | warmup(steps=9, ramp='bits', start=4)", "omega is 3.28"),
+        ("terngrad | hadamard", r"rotated values .*write 'terngrad\(clip=1\.5\)'"),
+        ("topk(ratio=1) | terngrad | hadamard", "rotated values"),
+        ("maxnorm(bits=2, stochastic=True) | hadamard", "rotated values .*write bits=3"),
+        ("terngrad_shared | hadamard", "rotated values"),
+        ("shared_int(levels=1, stochastic=True) | hadamard", "rotated values .*more levels"),
     ],
 )
 def test_feedback_that_would_diverge_is_refused(spec, advice, modifier):
-    if spec.startswith("randomk") and modifier == "ef21":
+    of_payloads = modifier in ("ef21", "momentum_correction")
+    if (modifier == "ef21" and spec.startswith("randomk")) or (of_payloads and "shared" in spec):
         return  # refused for another reason
     with pytest.raises(
         CompressorError, match=f"would diverge: .*{advice.format(re.escape(modifier))}"
@@ -173,6 +179,9 @@ def residual_norms(compressor, steps, n=4096):
         "qsgd(bits=4) | scaled(factor=0.4)",
         "qsgd(bits=2) | scaled",
         "topk(ratio=0.2) | int4(stochastic=True)",
+        "terngrad(clip=2.0) | hadamard",
+        "maxnorm(bits=3, stochastic=True) | hadamard",
+        "terngrad(clip=32.0) | scaled | hadamard",
     ],
 )
 def test_what_is_not_refused_stays_bounded_over_hundreds_of_steps(spec):
