@@ -123,7 +123,6 @@ CAUGHT = {
         "SharedSum": "calls_may_interleave",
         "SilencesNumPy": "leaves_the_program_alone",
         "MaskOfAnotherTensor": "another_process_agrees leaves_the_program_alone",
-        "ClearsNowAndThen": "own_feedback_adds_up",
     },
     "randomness": {
         "GlobalNoise": "deterministic",
@@ -537,6 +536,7 @@ CAUGHT = {
         "LevelsOfTheWholeNorm": "long_residuals_stay_bounded",
         "ScaleOfASample": "large_values_are_sent",
         "FeedsBackMinus": "own_feedback_adds_up",
+        "ClearsNowAndThen": "own_feedback_adds_up",
         "SubtractsWhatWasLost": "own_feedback_adds_up",
         "KeepsLossOfX": "own_feedback_adds_up",
         "FeedsBackTwice": "own_feedback_adds_up",

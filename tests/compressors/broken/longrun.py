@@ -50,6 +50,16 @@ class FeedsBackMinus(FeedsBack):
         return sent - p
 
 
+class ClearsNowAndThen(FeedsBack):
+    """Throws what it did not send away in every sixteenth step."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        if ctx.step % 16 == 15 and "kept" in ctx.state:
+            ctx.state["kept"] = np.zeros(x.size, "float32")
+        return payload
+
+
 class SubtractsWhatWasLost(FeedsBack):
     """Subtracts in place of adding."""
 

@@ -362,26 +362,6 @@ class MaskOfAnotherTensor(Folded):
         return self.kept.setdefault((n, ctx.step), super().places(n, ctx))
 
 
-class ClearsNowAndThen(Largest):
-    """Feeds back what it did not send, and throws that away in every sixteenth step."""
-
-    def traits(self):
-        return Traits(stateful=True, gradient_units=("kept",))
-
-    def compress(self, x, ctx):
-        kept = ctx.state.get("kept")
-        if kept is None or kept.size != x.size:
-            kept = np.zeros(x.size, "float32")
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = x + kept
-        payload = super().compress(total, ctx)
-        total[payload["indices"]] = 0
-        if ctx.step % 16 == 15:
-            total[:] = 0
-        ctx.state["kept"] = np.where(np.isfinite(total), total, kept)
-        return payload
-
-
 class HelperKeepsRoom(Whole):
     """Has a helper in another file divide and round, in memory that this one keeps."""
 
