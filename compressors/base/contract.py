@@ -483,6 +483,14 @@ def kept_losses(compressor: Compressor) -> list[str]:
     return [name for name in names if compressor.units_size(name, many) > 1]
 
 
+def grows_rotated(compressor: Compressor, cure: str) -> str:
+    """Return the reason of ``rotated_divergence`` of what loses more than there is, and a cure."""
+    return (
+        f"{compressor} loses more of rotated values than there is, so that residuals grow without "
+        f"bound; {cure}, or leave '| ef' away"
+    )
+
+
 def keeps(compressor: Compressor, base: type[Compressor], *methods: str) -> bool:
     """Whether ``methods`` are those of ``base``, in whose place its kernels work.
 

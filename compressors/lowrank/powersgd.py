@@ -124,8 +124,10 @@ class PowerSGD(LowRank):
 
     P = M Q is averaged and made orthonormal; Q = M^T P is averaged. With a warm start the next
     step begins with this Q, so that a slowly changing matrix is approximated ever better; without,
-    Q is drawn anew. Takes 4 rank (n + m) bytes for n x m elements. Use it with error feedback,
-    and after some hundred uncompressed steps: ``powersgd | ef | warmup(dense=1000)``.
+    Q is drawn anew. So are rows of Q that a column of zeros in M has left as zeros: what comes in
+    that column later might never be sent. Takes 4 rank (n + m) bytes for n x m elements. Use it
+    with error feedback, and after some hundred uncompressed steps:
+    ``powersgd | ef | warmup(dense=1000)``.
     """
 
     paper: ClassVar[str] = "Vogels, NeurIPS 2019"

@@ -77,8 +77,8 @@ class OneBit(Signs):
 
     Seide et al., Interspeech 2014, with one mean instead of two. Loses much in a single step: use
     it with error feedback, ``onebit | ef``; without, what is 0 moves by the mean magnitude in each
-    step. 31.5 times smaller than float32. The scale is a
-    bfloat16: the error depends on it only to second order, so 2**-8 costs a share of 2**-16.
+    step. 31.5 times smaller than float32. The scale is a bfloat16: the error depends on it only to
+    second order, so 2**-8 costs a share of 2**-16.
     """
 
     paper: ClassVar[str] = "Seide, Interspeech 2014"
@@ -111,10 +111,9 @@ class SignSGD(Signs):
     Bernstein et al., ICML 2018. Votes are cast with the sign bit of x, zero counting as positive;
     a tie, possible for an even number of ranks, is positive. So parameters drift where gradients
     are 0 on all ranks, as rows of an embedding are, and where as many ranks say + as -, most of all
-    with two ranks. Magnitudes are lost, so the learning rate has to be chosen for steps of
-    +-scale, and a loss scale must not divide them afterwards.
-    Error feedback cannot stand behind it, for votes do not grow with what is held back. For a mean
-    use ``onebit | ef``.
+    with two ranks. Magnitudes are lost, so the learning rate has to be chosen for steps of +-scale,
+    and a loss scale must not divide them afterwards. Error feedback cannot stand behind it, for
+    votes do not grow with what is held back. For a mean use ``onebit | ef``.
     """
 
     paper: ClassVar[str] = "Bernstein, ICML 2018"

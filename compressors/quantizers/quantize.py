@@ -18,7 +18,7 @@ from ringlet.compressors.base.bucketed import (
     rounded_up,
     widened,
 )
-from ringlet.compressors.base.contract import Part, Payload, Traits, keeps
+from ringlet.compressors.base.contract import Part, Payload, Traits, grows_rotated, keeps
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import fixed, option
 from ringlet.compressors.core.packing import blanked, pack_bits, unpack_bits
@@ -209,10 +209,7 @@ class MaxNorm(BucketQuantizer):
         """None but where one level is rounded to at random."""
         if not self.stochastic or self.levels > 1:
             return None
-        return (
-            f"{self} loses more of rotated values than there is, so that residuals grow without "
-            "bound; write bits=3, or leave '| ef' away"
-        )
+        return grows_rotated(self, "write bits=3")
 
 
 @register("int8")

@@ -12,7 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.batched import BatchedRounds, Exchanged, ExchangeOfMany
-from ringlet.compressors.base.contract import Compressor, Exchange, Round, Traits, keeps
+from ringlet.compressors.base.contract import (
+    Compressor,
+    Exchange,
+    Round,
+    Traits,
+    grows_rotated,
+    keeps,
+)
 from ringlet.compressors.base.cuda_device import device_for
 from ringlet.compressors.base.norms import clip
 from ringlet.compressors.base.precompile import precompile
@@ -56,10 +63,7 @@ class SharedInt(Compressor):
         """None but where one level is rounded to at random."""
         if not self.stochastic or self.levels != 1:
             return None
-        return (
-            f"{self} loses more of rotated values than there is, so that residuals grow without "
-            "bound; use more levels, or leave '| ef' away"
-        )
+        return grows_rotated(self, "use more levels")
 
     def chained_part(self) -> str | None:
         """None: what travels are integers already."""

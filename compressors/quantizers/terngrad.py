@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from ringlet.compressors.base.bucketed import NAN_BITS, Kernel, lane_sums, rounded_up, widened
-from ringlet.compressors.base.contract import Payload, Traits
+from ringlet.compressors.base.contract import Payload, Traits, grows_rotated
 from ringlet.compressors.base.packed_codec import PackedCodec
 from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.options import fixed, option
@@ -57,10 +57,7 @@ class TernGrad(PackedCodec):
         """None up to a clip of 2: of Gaussian values less is lost than there is."""
         if self.clip <= 2:
             return None
-        return (
-            f"{self} loses more of rotated values than there is, so that residuals grow without "
-            "bound; write 'terngrad(clip=1.5)', or leave '| ef' away"
-        )
+        return grows_rotated(self, "write 'terngrad(clip=1.5)'")
 
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Draw codes: 0, 1 and 2 for -s, 0 and s."""
