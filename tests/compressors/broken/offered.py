@@ -315,30 +315,13 @@ class FloorIsUnbiasedToo(Stochastic):
         return np.zeros(n) if self.down else ctx.uniform(n)
 
 
-class BlocksOfOneSize(Compressor):
+class BlocksOfOneSize(Cells):
     """Has blocks of a size that is asked for, and may be cut as if they were of the usual one."""
 
     block: int = option(64, choices=(32, 64, 128), doc="elements that share a step")
 
-    def traits(self):
-        return Traits(fixed_size=True, granularity=64)
-
-    def layout(self, n):
-        return (Part("codes", "int8", n), Part("steps", "float32", -(-n // self.block)))
-
-    def compress(self, x, ctx):
-        rows = np.zeros((-(-x.size // self.block), self.block), "float32")
-        rows.reshape(-1)[: x.size] = x
-        steps = np.abs(rows).max(axis=1) / np.float32(127)
-        with np.errstate(all="ignore"):
-            rows /= steps[:, None]
-        rows[~(np.isfinite(steps) & (steps > 0))] = 0
-        codes = np.rint(rows.reshape(-1)[: x.size]).astype("int8")
-        return {"codes": codes, "steps": steps}
-
-    def decompress(self, payload, out, ctx):
-        with np.errstate(invalid="ignore"):
-            out[:] = payload["codes"] * payload["steps"].repeat(self.block)[: out.size]
+    def cell(self, n):
+        return self.block
 
 
 class OmegaOfOneRatio(Compressor):

@@ -32,9 +32,9 @@ class Whole(Compressor):
             out[:] = payload["codes"] * payload["step"]
 
 
-def rows_of(x, xp, fill=0.0):
+def rows_of(x, xp, fill=0.0, cell=CELL):
     """Return ``x`` as rows of a cell each, the last one filled up."""
-    rows = xp.full((-(-x.size // CELL), CELL), np.float32(fill))
+    rows = xp.full((-(-x.size // cell), cell), np.float32(fill))
     rows.reshape(-1)[: x.size] = x
     return rows
 
@@ -45,15 +45,18 @@ class Cells(Compressor):
     def traits(self):
         return Traits(fixed_size=True, granularity=CELL)
 
+    def cell(self, n):
+        return CELL
+
     def layout(self, n):
-        return (Part("codes", "int8", n), Part("steps", "float32", -(-n // CELL)))
+        return (Part("codes", "int8", n), Part("steps", "float32", -(-n // self.cell(n))))
 
     def rounded(self, places, ctx):
         return ctx.xp.rint(places)
 
     def compress(self, x, ctx):
         xp = ctx.xp
-        rows = rows_of(x, xp)
+        rows = rows_of(x, xp, cell=self.cell(x.size))
         steps = xp.abs(rows).max(axis=1) / np.float32(127)
         with np.errstate(all="ignore"):
             rows /= steps[:, None]
@@ -62,8 +65,9 @@ class Cells(Compressor):
         return {"codes": codes.astype("int8"), "steps": steps}
 
     def decompress(self, payload, out, ctx):
+        steps = payload["steps"].repeat(self.cell(out.size))
         with np.errstate(invalid="ignore"):
-            out[:] = payload["codes"] * payload["steps"].repeat(CELL)[: out.size]
+            out[:] = payload["codes"] * steps[: out.size]
 
 
 class Largest(Compressor):

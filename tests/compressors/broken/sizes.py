@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from broken.right import CELL, Cells, Largest, Signs, Whole
-from ringlet.compressors import Compressor, Part, Round, Traits
+from ringlet.compressors import Compressor, Round, Traits
 
 
 class RestOfChunks(Cells):
@@ -227,25 +227,5 @@ class WholeInPlace(Whole):
 class LongerCellsOfLong(Cells):
     """A scale per 64 elements, of long tensors per 1024: a short piece knows nothing of that."""
 
-    cell = 1024
-
-    def layout(self, n):
-        cell = CELL if n < 1 << 18 else self.cell
-        return (Part("codes", "int8", n), Part("steps", "float32", -(-n // cell)))
-
-    def compress(self, x, ctx):
-        if x.size < 1 << 18:
-            return super().compress(x, ctx)
-        rows = np.zeros((-(-x.size // self.cell), self.cell), "float32")
-        rows.reshape(-1)[: x.size] = x
-        steps = np.abs(rows).max(axis=1) / np.float32(127)
-        with np.errstate(all="ignore"):
-            rows /= steps[:, None]
-        rows[~(np.isfinite(steps) & (steps > 0))] = 0
-        codes = np.rint(rows.reshape(-1)[: x.size]).astype("int8")
-        return {"codes": codes, "steps": steps}
-
-    def decompress(self, payload, out, ctx):
-        cell = CELL if out.size < 1 << 18 else self.cell
-        with np.errstate(invalid="ignore"):
-            out[:] = payload["codes"] * payload["steps"].repeat(cell)[: out.size]
+    def cell(self, n):
+        return CELL if n < 1 << 18 else 1024
