@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -22,6 +22,7 @@ State = dict[str, Any]
 SECOND_STAGE = "stage2."
 
 _MASK = (1 << 64) - 1
+_START = 0x9E3779B97F4A7C15
 
 
 class Workspace:
@@ -113,7 +114,7 @@ class Context:
 
         A function of seed, step, tensor and stage, and of the rank unless ``shared``.
         """
-        key = scrambled(self.seed ^ 0x9E3779B97F4A7C15)
+        key = scrambled(self.seed ^ _START)
         for word in (self.step, zlib.crc32(self.name.encode()), self.stage):
             key = scrambled(key ^ scrambled(word))
         if not shared:
@@ -161,9 +162,39 @@ class Context:
         )
 
 
+class KeysByStep:
+    """What ``Context.key`` gives to many contexts in any of their steps, in a few calls for all."""
+
+    def __init__(self, contexts: Sequence[Context]) -> None:
+        seeds = [scrambled(ctx.seed ^ _START) for ctx in contexts]
+        words = [
+            [scrambled(zlib.crc32(ctx.name.encode())) for ctx in contexts],
+            [scrambled(ctx.stage) for ctx in contexts],
+            [scrambled(ctx.rank + 1) for ctx in contexts],
+        ]
+        self._seeds, self._words = np.array(seeds, np.uint64), np.array(words, np.uint64)
+
+    def at(self, steps: Sequence[int]) -> Array:
+        """Return the keys (uint64) in these steps, one of each context."""
+        keys = _scrambled(self._seeds ^ _scrambled(np.array(steps, np.uint64)))
+        for word in self._words:
+            keys = _scrambled(keys ^ word)
+        return keys | np.uint64(1)
+
+
+def _scrambled(words: Array) -> Array:
+    """Return what ``scrambled`` makes of each of ``words`` (uint64)."""
+    with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
+        words = words + np.uint64(_START)
+        words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found: Array = words ^ (words >> np.uint64(31))
+    return found
+
+
 def scrambled(word: int) -> int:
     """Scramble 64 bits (the finaliser of SplitMix64; Steele, Lea and Flood, 2014)."""
-    word = (word + 0x9E3779B97F4A7C15) & _MASK
+    word = (word + _START) & _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
     return word ^ (word >> 31)

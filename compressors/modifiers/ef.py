@@ -62,8 +62,8 @@ class ErrorFeedback(Modifier):
     again (DoubleSqueeze); for that one alone there is ``server_ef``.
 
     ``dtype`` keeps residuals in 16 bits, or in 8 with a bfloat16 scale per 128 elements (1.02 bytes
-    an element), rounded to nearest even: what that loses is lost. ``reset`` forgets them in every
-    so many steps, as LoCo does, so that no error grows old.
+    an element), rounded at random: what that loses is lost, and is 0 on average. ``reset`` forgets
+    them in every so many steps, as LoCo does, so that no error grows old.
     """
 
     paper: ClassVar[str] = "Karimireddy, ICML 2019"
@@ -199,7 +199,8 @@ class ErrorFeedback(Modifier):
             memories, fed = store.memories(self._lent_part), narrowed(fed, *store.widening())
         if self.reset:  # the step decides, too
             memories = tuple(memory._replace(keys=()) for memory in memories)
-        return inner._replace(encode_fed=fed, memories=memories, decay=self.decay)
+        rounds = store is not None
+        return inner._replace(encode_fed=fed, memories=memories, decay=self.decay, rounds=rounds)
 
     def batched_rounds(self) -> BatchedRounds | None:
         """The wrapped compressor's, with residuals, where these are kept in float32."""

@@ -2,6 +2,9 @@
 
 A state holds one of ``residual`` (float32), ``residual_bf16`` (the bits, int16), or
 ``residual_int8`` with ``residual_scales`` (bfloat16 bits, int16, one per 128 elements).
+
+The latter are rounded at random, without bias (Gupta et al., "Deep learning with limited numerical
+precision", ICML 2015). To the nearest, a residual would not grow beyond 512 times what a step adds.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from ringlet.compressors.base.contract import Part, Payload, Traits, storage
 from ringlet.compressors.core.context import Array, Context, State, Workspace
 from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.core.remembered import described
+from ringlet.compressors.core.rng import squares
 
 if TYPE_CHECKING:
     from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 1024  # elements that a warp casts on a GPU
 _TINY = np.float32(1.5e-36)
 _HIGHEST16, _HIGHEST_SCALE = 0x7F7F, 0x7BFF  # as in kernels.cpu.modifiers.residuals
+_STREAM = 0x2545F4914F6CDD1C  # as there
 
 
 class Store(Bucketed):
@@ -80,6 +85,11 @@ class Store(Bucketed):
     def widening(self) -> tuple[Widening, Widening]:
         """Return kernels for many tensors in host memory: to widen residuals, and to round them."""
 
+    def drawn(self, n: int, ctx: Context) -> Array:
+        """Return 16 random bits (uint32) for each element from ``ctx.offset`` on."""
+        found: Array = squares(ctx.xp, ctx.key() ^ _STREAM, ctx.offset, n) >> 16
+        return found
+
     def _begin(self, numel: int, ctx: Context) -> None:
         """Begin with zeros, or with what is held in another dtype."""
         known = wide(ctx.state)
@@ -96,7 +106,7 @@ class Store(Bucketed):
 
 
 class Store16(Store):
-    """bfloat16, rounded to nearest even, at most to the largest finite one."""
+    """bfloat16, rounded at random, at most to the largest finite one."""
 
     held: ClassVar[dict[str, tuple[str, str]]] = {"values": ("residual_bf16", "int16")}
 
@@ -116,7 +126,7 @@ class Store16(Store):
     def compress(self, x: Array, ctx: Context) -> Payload:
         """Round the finite ``x``."""
         bits = x.view("uint32")
-        near = (bits & 0x7FFFFFFF) + 0x7FFF + ((bits >> 16) & 1)
+        near = (bits & 0x7FFFFFFF) + self.drawn(x.size, ctx)
         most = ctx.xp.minimum(near >> 16, _HIGHEST16)
         return {"values": (most | ((bits >> 16) & 0x8000)).astype("uint16")}
 
@@ -128,7 +138,7 @@ class Store16(Store):
         """The kernel."""
         from ringlet.compressors.kernels.cpu.modifiers.residuals import narrow16
 
-        return lambda x, held, decay, key, start, values: narrow16(x, values)
+        return lambda x, held, decay, key, start, values: narrow16(x, key, start, values)
 
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel."""
@@ -141,7 +151,7 @@ class Store16(Store):
         """The kernels."""
         from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
-        return BucketedCodec("modifiers/residuals", 16, _AT_ONCE)
+        return BucketedCodec("modifiers/residuals", 16, _AT_ONCE, random=True)
 
     def widening(self) -> tuple[Widening, Widening]:
         """The kernels."""
@@ -151,7 +161,7 @@ class Store16(Store):
 
 
 class Store8(Store):
-    """8 bits, rounded to nearest even, and a bfloat16 scale per 128 elements."""
+    """8 bits, rounded at random, and a bfloat16 scale per 128 elements."""
 
     BLOCK: ClassVar[int] = 128
     held: ClassVar[dict[str, tuple[str, str]]] = {
@@ -177,11 +187,13 @@ class Store8(Store):
         xp, n = ctx.xp, x.size
         rows = xp.zeros((-(-n // self.BLOCK), self.BLOCK), "float32")
         rows.reshape(-1)[:n] = x
+        drawn = xp.zeros_like(rows)
+        drawn.reshape(-1)[:n] = self.drawn(n, ctx).astype("float32") * np.float32(2.0**-16)
         extent = xp.abs(rows).max(axis=1)
         raised = ((extent / np.float32(127)).view("uint32").astype("uint64") + 0xFFFF) >> 16
         scales = xp.where(extent < _TINY, 0, xp.minimum(raised, _HIGHEST_SCALE)).astype("uint16")
         scale = widened(xp.where(scales, scales, 0x3F80))[:, None]
-        codes = xp.clip(xp.rint(rows * (np.float32(1) / scale)), -127, 127)
+        codes = xp.clip(xp.floor(rows * (np.float32(1) / scale) + drawn), -127, 127)
         codes = xp.where(scales[:, None] != 0, codes, np.float32(0)).astype("int8")
         return {"codes": codes.reshape(-1)[:n].view("uint8"), "scales": scales}
 
@@ -194,7 +206,7 @@ class Store8(Store):
         """The kernel."""
         from ringlet.compressors.kernels.cpu.modifiers.residuals import narrow8
 
-        return lambda x, held, decay, key, start, codes, scales: narrow8(x, codes, scales)
+        return lambda x, held, decay, key, start, *kept: narrow8(x, key, start, *kept)
 
     def decoder(self, add: bool, ctx: Context) -> Kernel:
         """The kernel."""
@@ -207,7 +219,7 @@ class Store8(Store):
         """The kernels."""
         from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec
 
-        return BucketedCodec("modifiers/residuals", 8, self.BLOCK)
+        return BucketedCodec("modifiers/residuals", 8, self.BLOCK, random=True)
 
     def widening(self) -> tuple[Widening, Widening]:
         """The kernels."""

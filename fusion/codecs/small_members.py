@@ -20,17 +20,20 @@ import numpy as np
 
 from ringlet.compressors import Context, PayloadError
 from ringlet.compressors.base.batched import (
+    COLUMNS,
+    KEY,
     LENGTH,
-    SECOND,
+    ROUNDING,
     VALUES,
     Batched,
     Finishing,
     address,
     addresses,
+    own_key,
     starts_of,
 )
 from ringlet.compressors.base.contract import storage
-from ringlet.compressors.core.context import State
+from ringlet.compressors.core.context import KeysByStep, State
 from ringlet.compressors.core.payload import padded
 from ringlet.fusion.devices.convert import from_float32, to_float32
 from ringlet.fusion.errors import CompressionFailed
@@ -41,7 +44,6 @@ MOST = 1 << 16  # elements of a small one: its sum stays in a core's cache, and 
 
 _GROUP = 1 << 17  # elements that are converted together, and encoded while they are in the cache
 _FLOAT = 4  # bytes
-_COLUMNS = SECOND + 1  # of rows
 _HALVES = ("float16", "bfloat16")
 
 _Range = tuple[int, int]
@@ -62,16 +64,37 @@ class _Piece(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Rows of tensors that stay what they are while each context's state has the same arrays."""
+    """Rows of tensors that stay what they are while each context's state has the same arrays.
+
+    Columns of keys, of random numbers, are those of a step: ``counters`` count each tensor's.
+    """
 
     rows: Array
     held: Sequence[tuple[State, str, Any]]
+    keys: KeysByStep | None = None
+    counters: Sequence[State] = ()
+    drawn: Sequence[int] = ()
 
     @classmethod
-    def of(cls, rows: Array, contexts: Sequence[Context], keys: Sequence[str]) -> Self:
-        """Return rows that tell of what states have under some of ``keys``."""
-        held = [(c.state, key, c.state.get(key)) for key in keys for c in contexts]
+    def of(cls, rows: Array, contexts: Sequence[Context], names: Sequence[str]) -> Self:
+        """Return rows that tell of what states have under some of ``names``."""
+        held = [(c.state, name, c.state.get(name)) for name in names for c in contexts]
         return cls(rows, [each for each in held if each[2] is not None])
+
+    def drawing(
+        self, contexts: Sequence[Context], members: Sequence[Member], columns: Sequence[int]
+    ) -> Self:
+        """Return the same, where ``columns`` have keys."""
+        counters = [member.counter for member in members]
+        return self._replace(keys=KeysByStep(contexts), counters=counters, drawn=columns)
+
+    def now(self) -> Array:
+        """Return a copy, as it is in this step."""
+        rows = self.rows.copy()
+        if self.keys is not None:
+            steps = [counter.get("step", 0) for counter in self.counters]
+            rows[:, self.drawn] = self.keys.at(steps)[:, None]
+        return rows
 
     def still(self) -> bool:
         """Whether the states have what they had."""
@@ -283,12 +306,12 @@ class SmallMembers:
         """Return the rows with what is drawn where a part's pieces are decoded; none if nothing."""
         pieces, parts = self._pieces[part], self._parts
         if not self._kernels.keyed:
-            return np.zeros((0, _COLUMNS), np.uint64)
+            return np.zeros((0, COLUMNS), np.uint64)
         rows = [
             self._kernels.decode_row(stop - start, member.context(part, parts, stage))
             for member, start, stop in pieces
         ]
-        return np.array(rows, np.uint64).reshape(len(rows), _COLUMNS)
+        return np.array(rows, np.uint64).reshape(len(rows), COLUMNS)
 
     def _outputs(self, part: int) -> Array | None:
         """Return the addresses of the outputs of a part's pieces; None: they are staged."""
@@ -362,17 +385,21 @@ class SmallMembers:
         """
         kernels, key = self._kernels, (part, stage, False)
         if not kernels.asks:
-            rows = np.zeros((len(pieces), _COLUMNS), np.uint64)
+            rows = np.zeros((len(pieces), COLUMNS), np.uint64)
         elif (kept := self._kept.get(key)) is not None and kept.still():
-            rows = kept.rows.copy()
+            rows = kept.now()
         else:
             contexts = [member.context(part, parts, stage) for member, _, _ in pieces]
             compressor = self._compressor
             encode = compressor.compress if kernels.varies else compressor.encode_into
             rows = self._asked(pieces, contexts, kernels, encode)
-            if all(memory.keys for memory in kernels.memories) and not kernels.draws:
-                keys = [key for memory in kernels.memories for key in memory.keys]
-                self._kept[key] = _Kept.of(rows.copy(), contexts, keys)
+            known = all(memory.keys for memory in kernels.memories)
+            if known and (not kernels.draws or kernels.key is own_key):
+                names = [name for memory in kernels.memories for name in memory.keys]
+                kept = _Kept.of(rows.copy(), contexts, names)
+                if drawn := [KEY] * kernels.draws + [ROUNDING] * kernels.rounds:
+                    kept = kept.drawing(contexts, [piece.member for piece in pieces], drawn)
+                self._kept[key] = kept
         rows[:, VALUES] = places or 0
         return rows
 
@@ -384,7 +411,7 @@ class SmallMembers:
         method: Callable[..., Any],
     ) -> Array:
         """Return rows with what kernels, in the place of ``method``, remember of each piece."""
-        rows = np.zeros((len(pieces), _COLUMNS), np.uint64)
+        rows = np.zeros((len(pieces), COLUMNS), np.uint64)
         row = kernels.row if isinstance(kernels, Finishing) else partial(kernels.row, 0)
         for i, ((member, start, stop), ctx) in enumerate(zip(pieces, contexts, strict=True)):
             try:

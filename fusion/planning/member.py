@@ -339,7 +339,12 @@ class Member:
     @property
     def step(self) -> int:
         """How many times this tensor has been compressed."""
-        return int((self.state if self.clock is None else self.clock).get("step", 0))
+        return int(self.counter.get("step", 0))
+
+    @property
+    def counter(self) -> State:
+        """Where steps are counted, under "step"."""
+        return self.state if self.clock is None else self.clock
 
     @property
     def finishes(self) -> bool:

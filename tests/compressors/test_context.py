@@ -5,8 +5,11 @@ import types
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringlet.compressors import Context
+from ringlet.compressors.core.context import KeysByStep
 
 CTX = Context(name="w", shape=(1000,), numel=1000, step=3, rank=1, size=4, seed=7)
 
@@ -41,6 +44,19 @@ def test_numbers_change_with_what_they_depend_on(other, shared):
     assert not np.array_equal(changed(**other).uniform(50, shared), CTX.uniform(50, shared))
     drawn = [ctx.rng(shared).random(50) for ctx in (CTX, changed(**other))]
     assert not np.array_equal(*drawn)
+
+
+@given(st.lists(st.builds(
+    Context, name=st.text(max_size=9), step=st.integers(0, 2**40), stage=st.sampled_from([1, 2]),
+    rank=st.integers(0, 2**20), seed=st.integers(0, 2**63),
+), max_size=9))  # fmt: skip
+def test_keys_of_many_contexts_are_those_of_each(contexts):
+    keys = KeysByStep(contexts)
+    for later in (0, 1, 1000):
+        found = keys.at([ctx.step + later for ctx in contexts])
+        assert found.dtype == np.uint64
+        for key, ctx in zip(found, contexts, strict=True):
+            assert int(key) == dataclasses.replace(ctx, step=ctx.step + later).key()
 
 
 def test_ranks_have_shared_numbers_in_common_and_no_others():

@@ -34,9 +34,9 @@ def context(n, state, **fields):
     return Context(shape=(n,), numel=n, state=state, **fields)
 
 
-def stored(dtype, x, xp=np):
+def stored(dtype, x, xp=np, **fields):
     """Return what ``x`` is kept as, decoded."""
-    store, ctx = STORES[dtype], context(x.size, {}, xp=xp)
+    store, ctx = STORES[dtype], context(x.size, {}, xp=xp, **fields)
     payload, out = empty_payload(store, x.size, ctx), np.empty_like(x)
     store.encode_into(x, payload, ctx)
     store.decompress(payload, out, ctx)
@@ -46,7 +46,7 @@ def stored(dtype, x, xp=np):
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(x=hnp.arrays(np.float32, st.integers(0, 300), elements=finite | st.floats(-9, 9, width=32)))
 @settings(max_examples=100)
-def test_what_is_kept_is_the_nearest_and_always_finite(dtype, x):
+def test_what_is_kept_is_beside_it_and_always_finite(dtype, x):
     payload, out = stored(dtype, x)
     same, again = stored(dtype, x, plain)
     assert all(payload[name].tobytes() == same[name].tobytes() for name in payload)
@@ -54,16 +54,52 @@ def test_what_is_kept_is_the_nearest_and_always_finite(dtype, x):
     assert np.isfinite(out).all()
     exact, largest = x.astype(np.float64), np.finfo(np.float32).max
     if dtype == "bf16":
-        bound = np.maximum(np.abs(exact) * 2.0**-8, 2.0**-134)
-        assert (np.abs(out - exact) <= bound).all()
+        bound = np.maximum(np.abs(exact) * 2.0**-7, 2.0**-133)
+        assert (np.abs(out - exact) < bound).all()
+        same = (x.view(np.uint32) & 0xFFFF) == 0
+        assert out[same].tobytes() == x[same].tobytes()
         return
     for start in range(0, x.size, 128):
         block = exact[start : start + 128]
         top = np.abs(block).max()
         unit = top / 127 * (1 + 2.0**-7)  # the scale is rounded up to bfloat16
-        half = top if top < 1.5e-36 else unit / 2 * (1 + 1e-6)
+        bound = top if top < 1.5e-36 else unit * (1 + 1e-6)
         slack = unit if top > 0.99 * largest else 0
-        assert (np.abs(out[start : start + 128] - block) <= half + slack).all()
+        assert (np.abs(out[start : start + 128] - block) <= bound + slack).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(x=st.floats(-2, 2, width=32).filter(lambda x: abs(x) > 2.0**-100), seed=st.integers(0, 99))
+@settings(max_examples=30)
+def test_what_is_kept_is_right_on_average(dtype, x, seed):
+    n = 1 << 15
+    block = np.full(128, x, np.float32)
+    block[0] = 2  # which decides the scale of an int8
+    exact = np.tile(block, n // 128)
+    out = stored(dtype, exact, seed=seed)[1].astype(np.float64)
+    spread = {"bf16": abs(x) * 2.0**-7, "int8": 2 / 127 * (1 + 2.0**-7)}[dtype]
+    # Six standard deviations of the mean, and what 16 bits of a draw are short of.
+    bound = spread * (3 / np.sqrt(n * 127 / 128) + 2.0**-16)
+    assert abs(np.delete(out - exact, np.s_[::128]).mean()) <= bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_steady_gradients_are_sent_in_time(dtype):
+    """To the nearest, their residuals would stop to grow below what topk selects."""
+    c, states, total = parse(f"topk(ratio=0.01) | ef(dtype={dtype!r})"), [{}], np.zeros(N)
+    steady = np.random.default_rng(0).uniform(0.001, 0.01, N).astype(np.float32)
+    steady[::100] = 1
+    for step in range(3000):
+        total += simulate(c, [steady], states, step)[0]
+    assert (total > 0).mean() > 0.98
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_drawn_is_not_what_the_compressor_draws(dtype):
+    """By one number for both, what a code rounds up would be rounded up once more."""
+    n = 1 << 16
+    drawn = STORES[dtype].drawn(n, ctx := context(n, {})) / 2.0**16
+    assert abs(np.corrcoef(drawn, ctx.uniform(n))[0, 1]) < 6 / np.sqrt(n)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,10 +120,11 @@ def test_a_step_is_that_of_float32_from_the_residual_that_was_kept(dtype, inner)
         outs = simulate(narrow, gradients, states, step, shape=shape)
         expected = simulate(exact, gradients, before, step, shape=shape)
         np.testing.assert_array_equal(outs[0], expected[0])
-        for state, other in zip(states, before, strict=True):
+        for rank, (state, other) in enumerate(zip(states, before, strict=True)):
             assert KEYS[dtype] <= state.keys()
             assert "residual" not in state
-            np.testing.assert_array_equal(wide(state), stored(dtype, other["residual"])[1])
+            kept = stored(dtype, other["residual"], step=step, rank=rank)[1]
+            np.testing.assert_array_equal(wide(state), kept)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bf16", 2.0), ("int8", 1.02)])
@@ -177,7 +214,7 @@ def test_a_checkpoint_of_another_dtype_is_converted(dtype, other):
     assert fit(found, str(before), after, N, 2) == []
     out = simulate(after, [normal(1)], [found], 1)[0]
     assert found.keys() - {"step"} == KEYS.get(other, {"residual"})
-    state = {"residual": kept if other in ("fp32", dtype) else stored(other, kept)[1]}
+    state = {"residual": kept if other in ("fp32", dtype) else stored(other, kept, step=1)[1]}
     expected = simulate(parse("int4 | ef"), [normal(1)], [state], 1)[0]
     np.testing.assert_array_equal(out, expected)
     # The same where nobody tells of which spec the state is.

@@ -357,6 +357,8 @@ CODECS = ("int8", "onebit", "topk", "fp8", "mxfp4", "nvfp4", "block_topk")
         ("none", 2),
         ("fp16", 6),
         *((f"{codec} | ef", 7) for codec in CODECS),
+        ("int8(stochastic=True) | ef", 7),
+        ("natural", 7),
         ("int8 | ef(dtype='bf16')", 7),
         ("int8 | ef(dtype='int8')", 9),  # which remembers two arrays
         ("topk | momentum_correction", 9),

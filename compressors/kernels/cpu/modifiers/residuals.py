@@ -1,4 +1,7 @@
-"""Residuals that are kept in 16 or 8 bits; none decodes to what is not finite."""
+"""Residuals that are kept in 16 or 8 bits, rounded at random; none decodes to what is not finite.
+
+Kernels are given the key of the tensor's own random numbers, and the counter of the first element.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,38 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, types
+from numba import carray, njit, types
 
 from ringlet.compressors.kernels.cpu.common.intrinsics import (
-    ROUNDER,
     bf16_to_f32,
     bits_f32,
     f32_bits,
-    f32_to_bf16,
     pointer,
 )
+from ringlet.compressors.kernels.cpu.common.rng import squares, uniform16
 from ringlet.compressors.kernels.cpu.quantizers.quantize import TINY
 from ringlet.ring.jit import jit
 
 BLOCK = 128
 HIGHEST16 = 0x7F7F  # the largest finite bfloat16
 HIGHEST_SCALE = 0x7BFF  # the largest bfloat16 that is finite 128 times
+STREAM = 0x2545F4914F6CDD1C  # apart from what the compressor draws by the same key; it is even
+
+
+@njit(inline="always")
+def _own_stream(key: Any) -> Any:
+    return types.uint64(key) ^ types.uint64(STREAM)
 
 
 @jit
-def narrow16(x: Any, out: Any) -> None:
-    """Round float32 to bfloat16 bits (uint16), at most to the largest finite one."""
+def narrow16(x: Any, key: Any, start: Any, out: Any) -> None:
+    """Round float32 at random to bfloat16 bits (uint16), at most to the largest finite one."""
+    own = _own_stream(key)
     for i in range(x.size):
-        bits = types.uint32(f32_to_bf16(x[i]))
-        most = min(bits & types.uint32(0x7FFF), types.uint32(HIGHEST16))
-        out[i] = types.uint16(most | (bits & types.uint32(0x8000)))
+        bits, drawn = f32_bits(x[i]), squares(own, types.uint64(start + i)) >> types.uint32(16)
+        near = ((bits & types.uint32(0x7FFFFFFF)) + drawn) >> types.uint32(16)
+        sign = (bits >> types.uint32(16)) & types.uint32(0x8000)
+        out[i] = types.uint16(min(near, types.uint32(HIGHEST16)) | sign)
 
 
 @cache
@@ -47,8 +57,12 @@ def widen16(add: bool) -> Any:
 
 
 @jit
-def narrow8(x: Any, codes: Any, scales: Any) -> None:
-    """Round float32 to multiples (uint8, two's complement) of a bfloat16 scale per 128 values."""
+def narrow8(x: Any, key: Any, start: Any, codes: Any, scales: Any) -> None:
+    """Round float32 at random to multiples (uint8, two's complement) of a scale.
+
+    There is a scale, a bfloat16, for 128 values.
+    """
+    own = _own_stream(key)
     for b in range(scales.size):
         values, target = x[b * BLOCK : (b + 1) * BLOCK], codes[b * BLOCK : (b + 1) * BLOCK]
         top = types.uint32(0)
@@ -63,7 +77,8 @@ def narrow8(x: Any, codes: Any, scales: Any) -> None:
         scales[b] = types.uint16(min(raised, types.uint32(HIGHEST_SCALE)))
         inverse = types.float32(1) / bf16_to_f32(scales[b])
         for i in range(values.size):
-            rounded = (values[i] * inverse + types.float32(ROUNDER)) - types.float32(ROUNDER)
+            drawn = uniform16(own, types.uint64(start + b * BLOCK + i))
+            rounded = np.floor(values[i] * inverse + drawn)
             # 128, which the highest scale alone can ask for, has no code.
             target[i] = types.uint8(
                 types.int32(min(max(rounded, types.float32(-127)), types.float32(127)))
@@ -91,7 +106,8 @@ def widen8(add: bool) -> Any:
 _widen16, _widen8 = widen16(False), widen8(False)
 
 
-# Rows are those of ``base.batched``; float32 residuals lie at ``places`` (uint64).
+# Rows are those of ``base.batched``: the offset is in column 3, the key of what is drawn here in
+# column 5. Residuals in float32 lie at ``places`` (uint64).
 
 
 @jit
@@ -109,7 +125,8 @@ def narrow16_many(tensors: Any, payloads: Any, places: Any) -> None:
     for t in range(places.size):
         n = types.intp(payloads[t, 0])
         bits = carray(pointer(tensors[t, 1]), n, np.uint16)
-        narrow16(carray(pointer(places[t]), n, np.float32), bits)
+        wide = carray(pointer(places[t]), n, np.float32)
+        narrow16(wide, tensors[t, 5], types.intp(tensors[t, 3]), bits)
 
 
 @jit
@@ -129,4 +146,5 @@ def narrow8_many(tensors: Any, payloads: Any, places: Any) -> None:
         n = types.intp(payloads[t, 0])
         codes = carray(pointer(tensors[t, 1]), n, np.uint8)
         scales = carray(pointer(tensors[t, 4]), (n + BLOCK - 1) // BLOCK, np.uint16)
-        narrow8(carray(pointer(places[t]), n, np.float32), codes, scales)
+        wide = carray(pointer(places[t]), n, np.float32)
+        narrow8(wide, tensors[t, 5], types.intp(tensors[t, 3]), codes, scales)

@@ -1,8 +1,9 @@
-// Residuals that are kept in 16 bits (bfloat16) or 8 (with a bfloat16 scale per bucket); none decodes
-// to what is not finite. See cpu/modifiers/residuals.py, which this equals bit for bit.
+// Residuals that are kept in 16 bits (bfloat16) or 8 (with a bfloat16 scale per bucket), rounded at
+// random; none decodes to what is not finite. See cpu/modifiers/residuals.py, which this equals bit
+// for bit.
 
 #define TINY 1.5e-36f
-#define MAGIC 12582912.0f  // 1.5 * 2**23: adding it leaves a small float rounded to nearest even
+#define STREAM 0x2545F4914F6CDD1CULL  // apart from what the compressor draws by the same key
 
 struct Scale {
     u16 bits;
@@ -34,13 +35,13 @@ INLINE Scale read_scale(const Part& part, i64 bucket) {
     return {bits, bf16_to_f32(bits)};
 }
 
-INLINE u32 encode_value(float value, const Scale& scale, u64, u64) {
+INLINE u32 encode_value(float value, const Scale& scale, u64 key, u64 counter) {
 #if BITS == 16
-    const u32 bits = f32_to_bf16(value);
-    return smaller(bits & 0x7FFFu, 0x7F7Fu) | (bits & 0x8000u);
+    const u32 bits = bits_of(value), drawn = squares(key ^ STREAM, counter) >> 16;
+    return smaller(((bits & 0x7FFFFFFFu) + drawn) >> 16, 0x7F7Fu) | (bits >> 16 & 0x8000u);
 #else
     if (scale.bits == 0) return 0;
-    const float rounded = (value * (1.0f / scale.unit) + MAGIC) - MAGIC;
+    const float rounded = floorf(value * (1.0f / scale.unit) + uniform16(key ^ STREAM, counter));
     return (u32)(int)smaller(larger(rounded, -127.0f), 127.0f) & 0xFFu;
 #endif
 }
