@@ -20,9 +20,9 @@ from ringlet.compressors.core.traits import Part, Payload
 Kernel = Callable[..., bool | None]
 Key = Callable[[int, Context], int]
 # By column: where values and the residual lie, the key, the offset, where a second memory lies, and
-# the key by which what is remembered is rounded.
+# the tensor's own key, for what draws besides.
 Row = tuple[int, int, int, int, int, int]
-VALUES, RESIDUAL, KEY, OFFSET, SECOND, ROUNDING = range(6)
+VALUES, RESIDUAL, KEY, OFFSET, SECOND, OWN = range(6)
 COLUMNS = 6
 LENGTH = 0  # the first column of a payload's row; the others are where its arrays lie
 ARRAYS = 4  # that a payload of fixed size has at most
@@ -82,9 +82,8 @@ class Batched(NamedTuple):
     ``decode`` returns False where a payload has an index beyond its tensor. ``names`` are the
     payload's arrays, four at most, in the kernels' order. ``key`` tells the key of a tensor's
     random numbers; kernels that draw none are given 0. ``memories`` are the residual, if there is
-    one, and perhaps one more; where ``rounds``, they are rounded at random, by the tensor's own
-    key. Where ``keyed``, decoding draws as well: ``decode`` is given a fourth table, rows with keys
-    and offsets.
+    one, and perhaps one more. Where ``draws_own``, something draws by the tensor's own key as well.
+    Where ``keyed``, decoding draws: ``decode`` is given a fourth table, rows with keys and offsets.
 
     Where sizes vary with the values (``varies``), a payload's row has two columns for each array,
     as many as there are: where it lies, and how many elements it has. ``encode`` fills in the
@@ -108,7 +107,7 @@ class Batched(NamedTuple):
     decay: float = 1.0
     key: Key = own_key
     keyed: bool = False
-    rounds: bool = False
+    draws_own: bool = False
     varies: bool = False
     finishing: Finishing | None = None
 
@@ -160,8 +159,8 @@ class Batched(NamedTuple):
     def row(self, at: int, n: int, ctx: Context) -> Row:
         """Return the same of ``n`` values that lie ``at`` an address."""
         residual, second, *_ = (*(memory.place(n, ctx) for memory in self.memories), 0, 0)
-        key, rounding = self.key(n, ctx) if self.draws else 0, ctx.key() if self.rounds else 0
-        return at, residual, key, ctx.offset, second, rounding
+        key, own = self.key(n, ctx) if self.draws else 0, ctx.key() if self.draws_own else 0
+        return at, residual, key, ctx.offset, second, own
 
     def decode_row(self, n: int, ctx: Context) -> Row:
         """Return a tensor's row for ``sum_into``, with what is drawn where it is decoded."""

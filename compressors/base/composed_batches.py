@@ -15,6 +15,7 @@ from ringlet.compressors.base.batched import (
     ARRAYS,
     KEY,
     LENGTH,
+    OWN,
     RESIDUAL,
     SECOND,
     VALUES,
@@ -130,7 +131,7 @@ def changes(kernels: Batched) -> Kernel:
 def rotated(kernels: Batched, block: int, key: Key) -> Batched:
     """Return the kernels of a compressor behind a Hadamard rotation, whose signs ``key`` draws.
 
-    ``kernels`` draw nothing and remember nothing.
+    ``kernels`` remember nothing, and draw, if they do, by the tensor's own key.
     """
     from ringlet.compressors.kernels.cpu.modifiers import hadamard
 
@@ -140,6 +141,7 @@ def rotated(kernels: Batched, block: int, key: Key) -> Batched:
             starts, total = _laid_out(sent[:, LENGTH])
             turned = np.empty(total, np.float32)
             given = own.copy()
+            given[:, KEY] = own[:, OWN]
             given[:, VALUES] = addresses(turned, starts)
             hadamard.rotate_many(own, sent, block, given[:, VALUES])
             kernels.encode(given, sent, decay)
@@ -151,8 +153,9 @@ def rotated(kernels: Batched, block: int, key: Key) -> Batched:
         return True
 
     return kernels._replace(
-        encode=encode, encode_fed=None, decode=decode, draws=True, key=key, keyed=True
-    )
+        encode=encode, encode_fed=None, decode=decode, draws=True, key=key, keyed=True,
+        draws_own=kernels.draws,
+    )  # fmt: skip
 
 
 def chained(

@@ -15,7 +15,9 @@ from ringlet.compressors.core.read_only import unlocked
 from ringlet.compressors.core.threads import run_ranges
 
 
-def on_device(kernel: str, ctx: Context, out: Array, weight: float = 1.0, **arrays: Array) -> bool:
+def on_device(
+    kernel: str, ctx: Context, out: Array, weight: float = 1.0, turn: int = 0, **arrays: Array
+) -> bool:
     """Run an elementwise CUDA kernel on ``out`` and ``arrays``; False if there are none."""
     if ctx.xp is np:
         return False
@@ -24,7 +26,7 @@ def on_device(kernel: str, ctx: Context, out: Array, weight: float = 1.0, **arra
     device = device_for(ctx)
     if device is None:
         return False
-    elementwise.run(device, kernel, out, weight, **arrays)
+    elementwise.run(device, kernel, out, weight, turn, **arrays)
     return True
 
 

@@ -16,7 +16,7 @@ from ringlet.compressors.core.traits import Payload
 
 # Raised where the bytes that any compressor makes of the same values change: all ranks of a job
 # must have the same, and tests/compressors/wire.json has those of this one.
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 _DTYPES = (
     "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",

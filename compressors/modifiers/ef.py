@@ -199,8 +199,8 @@ class ErrorFeedback(Modifier):
             memories, fed = store.memories(self._lent_part), narrowed(fed, *store.widening())
         if self.reset:  # the step decides, too
             memories = tuple(memory._replace(keys=()) for memory in memories)
-        rounds = store is not None
-        return inner._replace(encode_fed=fed, memories=memories, decay=self.decay, rounds=rounds)
+        draws = inner.draws_own or store is not None
+        return inner._replace(encode_fed=fed, memories=memories, decay=self.decay, draws_own=draws)
 
     def batched_rounds(self) -> BatchedRounds | None:
         """The wrapped compressor's, with residuals, where these are kept in float32."""

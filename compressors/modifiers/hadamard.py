@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ringlet.compressors.base.batched import Batched
+from ringlet.compressors.base.batched import Batched, own_key
 from ringlet.compressors.base.composed_batches import rotated
 from ringlet.compressors.base.contract import Exchange, Payload, Traits, keeps
 from ringlet.compressors.base.cuda_device import device_for
@@ -126,10 +126,12 @@ class Hadamard(Modifier):
             self._restore(local, ctx, local)
 
     def batched(self) -> Batched | None:
-        """The wrapped compressor's kernels for many tensors a call, where these draw nothing."""
+        """The wrapped compressor's kernels for many tensors a call."""
         own = keeps(self, Hadamard, "encode_into", "feedback_into", "decompress", "sum_into")
         inner = self.wrapped_compressor.batched() if own else None
-        if inner is None or inner.draws or inner.memories or inner.keyed or inner.varies:
+        if inner is None or inner.memories or inner.keyed or inner.varies:
+            return None
+        if inner.draws and inner.key is not own_key:
             return None
         return rotated(inner, self.block, lambda n, ctx: ctx.key(shared=True))
 

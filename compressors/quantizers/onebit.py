@@ -19,6 +19,7 @@ from ringlet.compressors.core.context import Array, Context
 from ringlet.compressors.core.errors import OptionError
 from ringlet.compressors.core.options import fixed, option
 from ringlet.compressors.core.packing import pack_bits, unpack_bits
+from ringlet.compressors.core.rng import squares
 from ringlet.compressors.core.threads import run_ranges
 from ringlet.compressors.specs.registry import register
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 class Signs(PackedCodec):
     """Base of the one-bit compressors: a bit per entry, set where it is negative.
 
-    A bucket with a NaN or Inf decodes to NaN, so that overflow stays visible.
+    For what is zero it is drawn: of one sign, it would move the same way in every step. A bucket
+    with a NaN or Inf decodes to NaN, so that overflow stays visible.
     """
 
     bits: int = fixed(1)
@@ -40,13 +42,16 @@ class Signs(PackedCodec):
         raise TypeError(f"{type(self).__name__} has no scale")
 
     def compress(self, x: Array, ctx: Context) -> Payload:
-        """Take signs; zero counts as positive."""
+        """Take signs, and draw those of zeros: a number for each eight elements."""
         xp = ctx.xp
         rows, counts = self.rows(x, xp), self.counts(x.size, xp)
         with np.errstate(all="ignore"):
             scale = self.magnitudes(rows, counts, xp)
         finite = xp.isfinite(scale)
-        codes = ((rows < 0) & finite[:, None]).astype("uint8").reshape(-1)[: x.size]
+        eights = squares(xp, ctx.key(), ctx.offset >> 3, -(-rows.size // 8)) >> 24
+        drawn = (eights[:, None] >> xp.arange(8, dtype="uint32") & 1).reshape(rows.shape)
+        negative = (rows < 0) | ((rows == 0) & (drawn != 0))
+        codes = (negative & finite[:, None]).astype("uint8").reshape(-1)[: x.size]
         return {
             "codes": pack_bits(xp, codes, 1),
             "scales": xp.where(finite, rounded(scale, xp), NAN_BITS).astype("uint16"),
@@ -58,10 +63,6 @@ class Signs(PackedCodec):
         negative = unpack_bits(xp, payload["codes"], 1, n)
         scale = self.spread(payload["scales"], n)
         out[...] = xp.where(negative, -scale, scale)
-
-    def draws(self) -> bool:
-        """Nothing is drawn."""
-        return False
 
     def decoding(self) -> Kernel:
         """The kernel of both."""
@@ -76,9 +77,9 @@ class OneBit(Signs):
     """Send signs, and the mean magnitude of each bucket, which is the best scale for signs.
 
     Seide et al., Interspeech 2014, with one mean instead of two. Loses much in a single step: use
-    it with error feedback, ``onebit | ef``; without, what is 0 moves by the mean magnitude in each
-    step. 31.5 times smaller than float32. The scale is a bfloat16: the error depends on it only to
-    second order, so 2**-8 costs a share of 2**-16.
+    it with error feedback, ``onebit | ef``; without, what is 0 moves by the mean magnitude, to
+    either side, in each step. 31.5 times smaller than float32. The scale is a bfloat16: the error
+    depends on it only to second order, so 2**-8 costs a share of 2**-16.
     """
 
     paper: ClassVar[str] = "Seide, Interspeech 2014"
@@ -89,7 +90,7 @@ class OneBit(Signs):
 
     def cuda(self) -> BucketedCodec:
         """The kernels that find the mean."""
-        return self.cuda_codec("quantizers/onebit", GIVEN=0, PARAMETER=0.0)
+        return self.cuda_codec("quantizers/onebit", random=True, GIVEN=0, PARAMETER=0.0)
 
     def magnitudes(self, rows: Array, counts: Array, xp: Any) -> Array:
         """Return each row's mean magnitude."""
@@ -108,12 +109,12 @@ class OneBit(Signs):
 class SignSGD(Signs):
     """Send signs and take a majority vote: the result is +scale or -scale, and no mean.
 
-    Bernstein et al., ICML 2018. Votes are cast with the sign bit of x, zero counting as positive;
-    a tie, possible for an even number of ranks, is positive. So parameters drift where gradients
-    are 0 on all ranks, as rows of an embedding are, and where as many ranks say + as -, most of all
-    with two ranks. Magnitudes are lost, so the learning rate has to be chosen for steps of +-scale,
-    and a loss scale must not divide them afterwards. Error feedback cannot stand behind it, for
-    votes do not grow with what is held back. For a mean use ``onebit | ef``.
+    Bernstein et al., ICML 2018. A vote is the sign of x, for 0 a coin's. A tie, possible for an
+    even number of ranks and frequent with two, goes to + and - by turns, of an element's steps and
+    of a step's elements. So what is 0 on all ranks, as rows of an embedding are, moves by +-scale
+    too, but not to one side. Magnitudes are lost, so the learning rate has to be chosen for steps
+    of +-scale, and a loss scale must not divide them afterwards. Error feedback cannot stand behind
+    it, for votes do not grow with what is held back. For a mean use ``onebit | ef``.
     """
 
     paper: ClassVar[str] = "Bernstein, ICML 2018"
@@ -141,7 +142,8 @@ class SignSGD(Signs):
 
     def cuda(self) -> BucketedCodec:
         """The kernels that use a given scale."""
-        return self.cuda_codec("quantizers/onebit", GIVEN=1, PARAMETER=float(self.scale))
+        scale = float(self.scale)
+        return self.cuda_codec("quantizers/onebit", random=True, GIVEN=1, PARAMETER=scale)
 
     def magnitudes(self, rows: Array, counts: Array, xp: Any) -> Array:
         """Return the scale that is given, where a row is finite."""
@@ -162,14 +164,15 @@ class SignSGD(Signs):
         return kernel
 
     def finish(self, out: Array, ctx: Context) -> None:
-        """Replace the sum or mean of the votes by its sign; NaN stays NaN."""
-        scale = np.float32(self.scale)
-        if on_device("vote", ctx, out, self.scale):
+        """Replace the sum or mean of the votes by its sign, ties by turns; NaN stays NaN."""
+        scale, turn, xp = np.float32(self.scale), (ctx.step + ctx.offset) & 1, ctx.xp
+        if on_device("vote", ctx, out, self.scale, turn):
             return
-        if ctx.xp is not np:
-            voted = ctx.xp.where(out >= 0, scale, -scale)
-            out[...] = ctx.xp.where(ctx.xp.isnan(out), out, voted)
+        if xp is not np:
+            odd = (xp.arange(out.size, dtype="int64") + turn) & 1 != 0
+            negative = (out < 0) | ((out == 0) & odd)
+            out[...] = xp.where(xp.isnan(out), out, xp.where(negative, -scale, scale))
             return
-        from ringlet.compressors.kernels.cpu.quantizers import onebit
+        from ringlet.compressors.kernels.cpu.quantizers.onebit import vote
 
-        run_ranges(out.size, 1, lambda start, stop: onebit.vote(out[start:stop], scale))
+        run_ranges(out.size, 1, lambda a, b: vote(out[a:b], scale, (turn + a) & 1))

@@ -23,7 +23,7 @@ from ringlet.compressors.base.batched import (
     COLUMNS,
     KEY,
     LENGTH,
-    ROUNDING,
+    OWN,
     VALUES,
     Batched,
     Finishing,
@@ -397,7 +397,7 @@ class SmallMembers:
             if known and (not kernels.draws or kernels.key is own_key):
                 names = [name for memory in kernels.memories for name in memory.keys]
                 kept = _Kept.of(rows.copy(), contexts, names)
-                if drawn := [KEY] * kernels.draws + [ROUNDING] * kernels.rounds:
+                if drawn := [KEY] * kernels.draws + [OWN] * kernels.draws_own:
                     kept = kept.drawing(contexts, [piece.member for piece in pieces], drawn)
                 self._kept[key] = kept
         rows[:, VALUES] = places or 0

@@ -80,6 +80,7 @@ SPECS = [
     "fp8 | hadamard(block=64) | ef(dtype='bf16', decay=0.5)",
     "topk(ratio=0.3) | hadamard(block=128) | ef(dtype='int8')",
     "onebit | hadamard(block=64) | momentum_correction",
+    "maxnorm(bits=4, stochastic=True) | hadamard(block=64) | ef(dtype='bf16')",
 ]
 LENGTHS = [1, 7, 64, 511, 512, 513, 1000]
 RANKS = 3
@@ -319,7 +320,6 @@ def test_what_compresses_in_its_own_way_is_not_passed_over():
     assert (Louder() | parse("ef")).batched() is None
     for spec in (
         "topk | momentum_correction(clip=1.0)",
-        "maxnorm(stochastic=True) | hadamard",
         "int8 | hadamard | hadamard(block=64)",
         "topk | lossless",
         "threshold | int8",

@@ -18,6 +18,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
     is_finite,
 )
 from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
+from ringlet.compressors.kernels.cpu.common.rng import squares
 from ringlet.compressors.kernels.cpu.common.target import largest_bits, target_at
 from ringlet.ring.jit import jit
 
@@ -50,13 +51,29 @@ def _total(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
 
 
 @njit(nogil=True)
+def _draw(values: Any, held: Any, decay: Any, key: Any, start: Any, flags: Any, fed: bool) -> None:
+    """Set the flags to a sign for what is zero: a bit of a draw for each eight elements."""
+    zeros = False
+    for i in range(values.size):
+        zeros |= target_at(values, held, decay, i, fed) == types.float32(0.0)
+    if not zeros:  # what is drawn takes longer than all else here
+        flags[: values.size] = types.uint8(0)
+        return
+    first = types.uint64(start) >> types.uint64(3)
+    for j in range((values.size + 7) // 8):
+        drawn = squares(key, first + types.uint64(j)) >> types.uint32(24)
+        for i in range(8):
+            flags[8 * j + i] = types.uint8((drawn >> types.uint32(i)) & types.uint32(1))
+
+
+@njit(nogil=True)
 def _signs(values: Any, held: Any, decay: Any, scale: Any, flags: Any, feedback: bool) -> None:
     for i in range(values.size):
         value = target_at(values, held, decay, i, feedback)
-        negative = value < types.float32(0.0)
-        flags[i] = types.uint8(negative)
+        zero = types.uint8(value == types.float32(0.0)) & flags[i]
+        flags[i] = types.uint8(value < types.float32(0.0)) | zero
         if feedback:
-            lost = value + scale if negative else value - scale
+            lost = value + scale if flags[i] else value - scale
             held[i] = lost if is_finite(lost) else held[i]
 
 
@@ -87,6 +104,7 @@ def encoder(given: bool, feedback: bool) -> Any:
                 continue
             mean = types.float32(parameter if given else extent / values.size)
             scales[b] = nearest_bf16(mean)
+            _draw(values, held, decay, key, start + b * bucket, flags, feedback)
             _signs(values, held, decay, bf16_to_f32(scales[b]), flags, feedback)
             for i in range(values.size, out.size * 8):
                 flags[i] = 0
@@ -123,11 +141,15 @@ def decode(codes: Any, scales: Any, bucket: Any, add: Any, out: Any) -> None:
 
 
 @jit
-def vote(sums: Any, scale: Any) -> None:
-    """Replace sums of votes by their sign times ``scale``, zero counting as positive."""
+def vote(sums: Any, scale: Any, turn: Any) -> None:
+    """Replace sums of votes by their sign times ``scale``; ties are of either sign by turns.
+
+    That of element i is negative where ``turn`` + i is odd.
+    """
     for i in range(sums.size):
-        voted = scale if sums[i] >= types.float32(0) else -scale
-        sums[i] = sums[i] if np.isnan(sums[i]) else voted
+        odd = (turn + i) & 1 != 0
+        negative = sums[i] < types.float32(0) or (odd and sums[i] == types.float32(0))
+        sums[i] = sums[i] if np.isnan(sums[i]) else (-scale if negative else scale)
 
 
 __all__ = ["decode", "encoder", "nearest_bf16", "vote"]

@@ -10,7 +10,7 @@ struct Arrays {
     i64 n;  // elements of out
     i64 entries;
     float weight;
-    int unused;
+    int turn;
 };
 
 // Call put(i, left) for every eight elements; left of them exist.
@@ -63,14 +63,18 @@ extern "C" __global__ void keep_combined(const __grid_constant__ Arrays all) {
     });
 }
 
-// Replace sums of votes by their sign times weight, zero counting as positive; NaN stays.
+// Replace sums of votes by their sign times weight; ties by turns, as cpu/quantizers/onebit.py does.
+// NaN stays.
 extern "C" __global__ void vote(const __grid_constant__ Arrays all) {
     by_eight(all, [&](i64 i, int left) {
         float v[8];
         load_floats(all.out, i, left, v);
 #pragma unroll
         for (int e = 0; e < 8; ++e)
-            if (v[e] == v[e]) v[e] = v[e] >= 0.0f ? all.weight : -all.weight;
+            if (v[e] == v[e]) {
+                const bool tie_lost = v[e] == 0.0f && (all.turn + i + e & 1);
+                v[e] = v[e] < 0.0f || tie_lost ? -all.weight : all.weight;
+            }
         store_floats(all.out, i, left, v);
     });
 }

@@ -12,7 +12,7 @@ from ringlet.compressors.kernels.cuda.runtime.source import THREADS, Program
 _ARRAYS = np.dtype(
     [
         ("a", "u8"), ("b", "u8"), ("c", "u8"), ("out", "u8"), ("indices", "u8"), ("n", "i8"),
-        ("entries", "i8"), ("weight", "f4"), ("unused", "i4"),
+        ("entries", "i8"), ("weight", "f4"), ("turn", "i4"),
     ]
 )  # fmt: skip
 KERNELS = ("add", "scale", "keep", "keep_combined", "vote", "scatter", "scatter_add")
@@ -23,18 +23,21 @@ PROGRAM = Program(
 )
 
 
-def run(device: Device, kernel: str, out: Array, weight: float = 1.0, **arrays: Array) -> None:
+def run(
+    device: Device, kernel: str, out: Array, weight: float = 1.0, turn: int = 0, **arrays: Array
+) -> None:
     """Run ``kernel`` on flat float32 arrays of equal length.
 
     "add": out = a + weight * b. "scale": out = weight * out. "keep": out = a - b where that is
     finite. "keep_combined": the same where c is finite too. "vote": out = weight or -weight, by
-    its sign. "scatter" and "scatter_add": the entries a at ``indices`` (uint32), which do not
-    repeat, in out.
+    its sign; where it is 0, -weight if ``turn`` and the index add up to what is odd. "scatter" and
+    "scatter_add": the entries a at ``indices`` (uint32), which do not repeat, in out.
     """
     entries = arrays.get("indices")
     check_lengths(kernel, out.size if entries is None else entries.size, **arrays)
     table = np.zeros(1, _ARRAYS)
-    table["out"], table["n"], table["weight"] = device.address(out), out.size, weight
+    table["out"], table["n"] = device.address(out), out.size
+    table["weight"], table["turn"] = weight, turn
     for name, array in arrays.items():
         table[name] = device.address(array)
     work = -(-out.size // 8)

@@ -1,5 +1,5 @@
-// One bit per entry, set where it is negative. GIVEN: the scale is PARAMETER, not the mean
-// magnitude. See cpu/quantizers/onebit.py, which this equals bit for bit.
+// One bit per entry, set where it is negative, and for half of what is zero. GIVEN: the scale is
+// PARAMETER, not the mean magnitude. See cpu/quantizers/onebit.py, which this equals bit for bit.
 
 struct Scale {
     u16 bits;
@@ -31,8 +31,10 @@ INLINE Scale read_scale(const Part& part, i64 bucket) {
     return {bits, bf16_to_f32(bits)};
 }
 
-INLINE u32 encode_value(float value, const Scale& scale, u64, u64) {
-    return !is_bad(scale) && value < 0.0f;
+INLINE u32 encode_value(float value, const Scale& scale, u64 key, u64 counter) {
+    if (is_bad(scale)) return 0;
+    if (value != 0.0f) return value < 0.0f;
+    return squares(key, counter >> 3) >> (24 + (counter & 7)) & 1;  // a draw for each eight
 }
 
 INLINE float decode_code(u32 code, const Scale& scale) {
