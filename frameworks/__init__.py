@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +21,21 @@ _MODULES = (
     "compressors", "dask", "data_loaders", "jax", "keras", "mxnet", "observe", "precision", "ray",
     "spark", "tensorflow", "torch",
 )  # fmt: skip
+
+
+class _HorovodsModules:
+    """Finds what Horovod calls its modules, such as ringlet.torch.mpi_ops, where all else fails."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if not name.startswith("ringlet."):
+            return None
+        from ringlet.horovod.aliases import Aliases
+
+        return Aliases().find_ours(name)
+
+
+sys.meta_path.append(_HorovodsModules)
 
 
 def __getattr__(name: str) -> Any:

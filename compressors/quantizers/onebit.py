@@ -130,8 +130,8 @@ class SignSGD(Signs):
             )
 
     def traits(self) -> Traits:
-        """Cut at buckets; magnitudes are lost."""
-        return Traits(fixed_size=True, granularity=self.bucket, scales=False)
+        """Cut at buckets; magnitudes are lost, in small tensors too: a rate fits all or none."""
+        return Traits(fixed_size=True, granularity=self.bucket, scales=False, min_size=0)
 
     def divergence(self) -> str | None:
         """A vote is of one size, however much is held back."""

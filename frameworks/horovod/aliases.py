@@ -11,8 +11,6 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
-from ringlet.horovod.basics import HorovodBasics
-
 # What Horovod calls a module, and where Ringlet keeps the same names.
 ALIASES = {
     "horovod": "ringlet",
@@ -86,6 +84,15 @@ class Aliases(MetaPathFinder, Loader):
             )
         return spec_from_loader(name, self, is_package=True)
 
+    def find_ours(self, name: str) -> ModuleSpec | None:
+        """Return the spec of what Horovod calls a module, as ``ringlet.*``; None for others.
+
+        For programs that change ``horovod`` to ``ringlet`` in their imports. There must be no
+        module of that name.
+        """
+        known = _in_horovod(name) in ALIASES
+        return spec_from_loader(name, self, is_package=True) if known else None
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Leave it to Python."""
         return None
@@ -93,16 +100,19 @@ class Aliases(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Put what stands for ``module`` into its place."""
         name = module.__name__
-        if not ALIASES[name]:
+        theirs = _in_horovod(name)
+        if not ALIASES[theirs]:
             return
-        target = importlib.import_module(ALIASES[name])
+        target = importlib.import_module(ALIASES[theirs])
         if name == "horovod":  # a module of its own, as programs compare its version
             vars(module).update(__version__=VERSION, __getattr__=partial(getattr, target))
             return
         if name.endswith(_OPERATIONS):
-            vars(module).update(vars(target) | {"_basics": HorovodBasics(), "__name__": name})
+            basics = importlib.import_module("ringlet.horovod.basics").HorovodBasics()
+            vars(module).update(vars(target) | {"_basics": basics, "__name__": name})
             return
-        if not hasattr(target, "__path__") and any(n.startswith(f"{name}.") for n in ALIASES):
+        inside = any(n.startswith(f"{theirs}.") for n in ALIASES)
+        if inside and (target.__name__ == "ringlet" or not hasattr(target, "__path__")):
             own = ("__name__", "__path__", "__spec__")  # so that it stays a package
             vars(module).update({k: v for k, v in vars(target).items() if k not in own})
             return
@@ -114,6 +124,11 @@ class Aliases(MetaPathFinder, Loader):
             importlib.import_module(name + _OPERATIONS)
         if name in _WITH_KERAS:
             importlib.import_module("ringlet.keras.keras2").install()
+
+
+def _in_horovod(name: str) -> str:
+    """Return what Horovod calls the module that is imported as ``name``, which may be ours."""
+    return f"horovod.{inside}" if (inside := name.partition(".")[2]) else name
 
 
 def _prepare_for_mxnet() -> None:

@@ -178,9 +178,9 @@ def reducescatter(
     op: ReduceOp = ReduceOp.AVERAGE,
     name: str | None = None,
     priority: int = 0,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
     compression: Spec = None,
 ) -> Any:
     """Return this rank's rows of the combination over all ranks.
@@ -195,9 +195,9 @@ def grouped_reducescatter(
     op: ReduceOp = ReduceOp.AVERAGE,
     name: str | None = None,
     priority: int = 0,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
     compression: Spec = None,
 ) -> list[Any]:
     """Reduce-scatter several tensors, all of them together or none."""

@@ -48,6 +48,7 @@ def broadcast_parameters(
     if not isinstance(params, Mapping):
         params = dict(p if isinstance(p, tuple) else (f"{i}", p) for i, p in enumerate(params))
     named = {name: p for name, p in params.items() if isinstance(p, torch.Tensor)}
+    _refuse_passed_over(params, named)
     for name, tensor in named.items():
         check(tensor, f"parameter {name!r}")
         check_whole(tensor, f"parameter {name!r}")
@@ -59,6 +60,29 @@ def broadcast_parameters(
             for name, value in named.items()
         ]
     )
+
+
+def _refuse_passed_over(params: Mapping[Any, Any], named: Mapping[Any, torch.Tensor]) -> None:
+    """Raise TypeError where tensors are deeper in ``params``, or none of it is a tensor.
+
+    What else a state_dict holds, such as a module's extra state, is passed over.
+    """
+    for name, value in params.items():
+        within = value.values() if isinstance(value, Mapping) else value
+        nested = isinstance(within, Iterable) and not isinstance(within, torch.Tensor | str)
+        if nested and any(isinstance(each, torch.Tensor) for each in within):
+            raise TypeError(
+                f"broadcast_parameters takes tensors by name, and {name!r} is a "
+                f"{type(value).__name__} of tensors: pass that one, such as checkpoint['model']; "
+                "an optimizer goes to broadcast_optimizer_state"
+            )
+    if params and not named:
+        name, value = next(iter(params.items()))
+        raise TypeError(
+            f"broadcast_parameters was given no tensor at all ({name!r} is a "
+            f"{type(value).__name__}): pass model.state_dict() or model.named_parameters(); an "
+            "optimizer goes to broadcast_optimizer_state, other objects to broadcast_object"
+        )
 
 
 @public

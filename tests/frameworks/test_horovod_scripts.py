@@ -132,7 +132,8 @@ import sys
 from ringlet.horovod.aliases import ALIASES
 
 names = list(ALIASES)[:: int(sys.argv[1])]
-for name in names:
+changed = [name.replace("horovod.", "ringlet.") for name in names]  # as most programs do first
+for name in [*names, *changed]:
     try:
         module = importlib.import_module(name)
     except ImportError as error:

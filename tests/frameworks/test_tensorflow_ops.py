@@ -163,8 +163,9 @@ def case_grouped_allreduce():
     dense, rows = hvd.grouped_allreduce([filled(1, 2), slices], op=hvd.Sum)
     assert dense.numpy().tolist() == [size] * 2
     assert tf.convert_to_tensor(rows).numpy().tolist() == [[1.0] * 4] * size
+    assert hvd.grouped_allreduce([]) == hvd.grouped_reducescatter([]) == []
     with pytest.raises(hvd.HorovodInternalError, match="at least one tensor"):
-        hvd.grouped_allreduce([])
+        hvd.grouped_allgather([])
     for given, found in (({"a": filled(2, 2)}, "a mapping"), (filled(2, 2), "one of the tensors")):
         for what in ("allreduce", "allgather", "reducescatter"):
             words = rf"a grouped {what} takes a list of tensors, not {found}: pass "

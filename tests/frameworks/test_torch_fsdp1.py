@@ -314,6 +314,8 @@ def case_what_cannot_be_compressed_is_refused():
     own, made = compressed("int8 | ef")
     with pytest.raises(ValueError, match="NO_SHARD"):  # and the first call stands
         hvd.compress_fsdp(torch.nn.ModuleList([own, whole]), "int4")
+    with pytest.raises(ValueError, match="compress_fsdp has been called for this module before"):
+        hvd.compress_fsdp(own, "int4")
     own(batches(1)[0]).square().mean().backward()
     assert made.residual_norm() > 0
     outer = FullyShardedDataParallel(torch.nn.Sequential(own), device_id=torch.device("cpu"))

@@ -493,6 +493,10 @@ def case_fsdp2_bad_input():
     for spec in ("int8 | ef21", "topk(ratio=0.1) | ef21 | warmup(dense=5)", "signsgd"):
         with pytest.raises(ValueError, match="has to see the result"):
             hvd.compress_fsdp(own, spec)
+    hvd.compress_fsdp(own, gather="int8")
+    for second in ({"compression": "int8"}, {"gather": "int8"}):
+        with pytest.raises(ValueError, match="compress_fsdp has been called for .* before"):
+            hvd.compress_fsdp(own, **second)
 
 
 def case_fsdp2_divides_by_what_it_is_told():

@@ -15,7 +15,7 @@ from ringlet.shared.array_operations import scatter_arrays
 from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.requests import (
     check_scatter,
-    check_some,
+    refuse_one,
 )
 from ringlet.tensorflow.ops.autodiff import STOP, differentiable
 from ringlet.tensorflow.ops.bridge import as_written, operation_name, run
@@ -56,8 +56,8 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce-scatter several tensors, all of them together or none, in one graph node."""
-    check_some(tensors, "reducescatter", LEAVES)
-    return _scatter(list(tensors), Reduction.among(locals()))
+    refuse_one(tensors, "reducescatter", LEAVES)
+    return _scatter(list(tensors), Reduction.among(locals())) if tensors else []
 
 
 def _scatter(tensors: Sequence[Any], asked: Reduction) -> list[Any]:

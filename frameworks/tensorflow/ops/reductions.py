@@ -24,8 +24,8 @@ from ringlet.ring.errors import RingError
 from ringlet.shared.arrays import allocate, flat
 from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.requests import (
-    check_some,
     group_requests,
+    refuse_one,
     wait_all,
 )
 from ringlet.tensorflow.ops.autodiff import STOP, differentiable
@@ -86,7 +86,7 @@ def grouped_allreduce(
     ``allreduce``.
     """
     asked = Reduction.among(locals())
-    check_some(tensors, "allreduce", LEAVES)
+    refuse_one(tensors, "allreduce", LEAVES)
     given = list(tensors)
     places = [i for i, tensor in enumerate(given) if not isinstance(tensor, tf.IndexedSlices)]
     results: list[Any] = list(given)

@@ -16,9 +16,25 @@ from ringlet.ring.callers import outside
 _MARK = "ringlet_remembers"
 
 
+def of_distributed_checkpoint(frame: FrameType | None) -> bool:
+    """Whether torch.distributed.checkpoint runs in ``frame``, or has called what runs there.
+
+    Where an optimizer has no state yet, it lets it step with gradients and a learning rate of zero.
+    Wrappers may stand between: ours, torch's and a scheduler's.
+    """
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("torch.distributed.checkpoint"):
+            return True
+        if not name.startswith(("ringlet.", "torch.optim.")):
+            return False
+        frame = frame.f_back
+    return False
+
+
 def mark(state: Mapping[str, Any], caller: FrameType) -> None:
     """Mark a ``state`` that holds something, or warn where ``caller`` will drop it."""
-    if caller.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
+    if of_distributed_checkpoint(caller):
         warnings.warn(
             "torch.distributed.checkpoint leaves out what compression holds back on this rank: "
             "save kept = optimizer.state_dict()['ringlet'] beside the checkpoint, one file a rank, "

@@ -7,19 +7,34 @@ look at gradients that are reduced; an optimizer in whose step ranks meet has no
 from __future__ import annotations
 
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from ringlet.job.session import current
 
+# In names of a GradScaler's functions that judge gradients, or act on what was found.
+_JUDGES = ("unscale", "inf", "overflow", "finite", "step")
+
 
 def of_scaler(frame: FrameType) -> bool:
-    """Whether a GradScaler, or a subclass of it, runs in ``frame``."""
-    if "grad_scaler" in frame.f_globals.get("__name__", ""):  # which code of exec may lack
-        return True
-    return isinstance(frame.f_locals.get("self"), torch.amp.GradScaler)
+    """Whether a GradScaler, or a subclass of it, looks at gradients in ``frame``.
+
+    It may look at parameter groups for something else, such as a learning rate for a log, perhaps
+    on one rank alone.
+    """
+    named = "grad_scaler" in frame.f_globals.get("__name__", "")  # which code of exec may lack
+    if not (named or isinstance(frame.f_locals.get("self"), torch.amp.GradScaler)):
+        return False
+    return any(word in frame.f_code.co_name for word in _JUDGES) or _reads_gradients(frame.f_code)
+
+
+def _reads_gradients(code: CodeType) -> bool:
+    """Whether ``code``, or a function within, reads an attribute ``grad``."""
+    return "grad" in code.co_names or any(
+        isinstance(each, CodeType) and _reads_gradients(each) for each in code.co_consts
+    )
 
 
 def cycle_of(frame: FrameType) -> object:

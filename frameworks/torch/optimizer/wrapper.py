@@ -27,7 +27,12 @@ from ringlet.shared.wrapping import Original, last_made, note_made, refuse_wrapp
 from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
 from ringlet.torch.optimizer.checkpoint import STATE_KEY, record_in, shards_of
-from ringlet.torch.optimizer.lost_memory import mark, take_mark, warn_of_loaded_too_early
+from ringlet.torch.optimizer.lost_memory import (
+    mark,
+    of_distributed_checkpoint,
+    take_mark,
+    warn_of_loaded_too_early,
+)
 from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
 from ringlet.torch.optimizer.optimizer_checks import (
     check_is_optimizer,
@@ -190,11 +195,15 @@ class _Distributed:
         """Synchronise, then take the wrapped optimizer's step.
 
         With a ``closure``, every evaluation of it is followed by a synchronisation, and the loss
-        that it returns is reduced like the gradients. With a ``precision``, a step in which a
-        gradient overflowed on some rank is skipped on all of them. Raises RuntimeError inside
-        ``skip_synchronize`` where ``backward`` has run since the last ``synchronize``.
+        that it returns is reduced like the gradients; so are gradients of a ``backward`` before.
+        With a ``precision``, a step in which a gradient overflowed on some rank is skipped on all
+        of them. Raises RuntimeError inside ``skip_synchronize`` where ``backward`` has run since
+        the last ``synchronize``.
         """
         inner: Any = super()
+        if of_distributed_checkpoint(sys._getframe(1)):
+            self._refuse_checkpoint_of_masters()
+            return self._step_alone()  # of zeros, which is no step of the job's
         # A scheduler that was made for the original asks whether that has stepped.
         self._ringlet_original._opt_called = True
         if closure is not None:
@@ -207,6 +216,8 @@ class _Distributed:
                 self._synchronize()
                 return self._ringlet.agreed(loss)
 
+            if self._ringlet.in_flight or self._ringlet.renewed:
+                self._synchronize()  # the optimizer may look at gradients that are there already
             try:
                 return inner.step(synchronized)
             finally:
@@ -255,8 +266,8 @@ class _Distributed:
     step.hooked = True  # type: ignore[attr-defined]
 
     @public
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; RuntimeError while they are being reduced."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear gradients, as the wrapped optimizer does; RuntimeError while they are reduced."""
         self._ringlet.refuse_in_flight(
             "Call it after step(), this optimizer's and not that of what it wraps, or "
             "synchronize() first; after an exception in backward(), abandon_step() gives the step "
@@ -265,8 +276,9 @@ class _Distributed:
         self._ringlet_implied = self._ringlet_synchronized = False
         self._ringlet.forget_passes()
         inner: Any = super()
-        inner.zero_grad(set_to_none=set_to_none)
+        inner.zero_grad(*args, **kwargs)
         if self._ringlet_masters is not None:
+            set_to_none = args[0] if args else kwargs.get("set_to_none", True)
             self._ringlet_masters.zero_gradients(set_to_none)
 
     @public
@@ -288,6 +300,8 @@ class _Distributed:
         Warns between ``backward`` and ``step``, where compressors remember what they have sent of a
         step that is not in the parameters yet.
         """
+        if of_distributed_checkpoint(sys._getframe(1)):
+            self._refuse_checkpoint_of_masters()
         inner: Any = super()
         state: dict[str, Any] = inner.state_dict()
         kept = self._ringlet.memory.saved(self._ringlet.step)
@@ -371,6 +385,15 @@ class _Distributed:
             self._ringlet_masters.load_state_dict(masters)
             self._ringlet.memory.rescale(self._scale_now() / before)
         take_mark(self._ringlet_groups)
+
+    def _refuse_checkpoint_of_masters(self) -> None:
+        """Raise RuntimeError for torch.distributed.checkpoint, which knows no names of masters."""
+        if self._ringlet_masters is not None and self._ringlet_masters.pairs:
+            raise RuntimeError(
+                "torch.distributed.checkpoint finds an optimizer's state by its model's parameters,"
+                " and this precision has brought float32 masters in their place: save and load "
+                "optimizer.state_dict() by itself, on every rank"
+            )
 
     def _step_alone(self) -> Any:
         """Take the wrapped optimizer's step."""

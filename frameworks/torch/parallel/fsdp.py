@@ -29,6 +29,8 @@ from ringlet.torch.parallel.fsdp_transport import (
     check_model,
     is_sharded,
     labelled,
+    note_compressed,
+    refuse_second,
     sharded_modules,
 )
 
@@ -108,7 +110,8 @@ def compress_fsdp(
 
     Raises InvalidArgument
 
-    - where there is no FSDP module, or one that is replicated and not sharded;
+    - where there is no FSDP module, or one that is replicated and not sharded, or compressed
+      already;
     - where torch is too old for FSDP2's hooks (before 2.9);
     - for a compressor of gradients whose payloads cannot be scattered: sparsifiers of variable
       size, low rank, shared scales, and what has to see the whole result (ef21, signsgd);
@@ -139,7 +142,9 @@ def compress_fsdp(
         check_scatterable(each)
     ways = Ways(told, module, [each for _, each in modules], gathers=gathers)
     if not flat:
-        return FsdpState(_compress_sharded(routes, gathered, modules, ways), ways)
+        reducing = _compress_sharded(routes, gathered, modules, ways)
+        note_compressed(modules if reducing or gathers else (), "compress_fsdp")
+        return FsdpState(reducing, ways)
     if any(map(is_sharded, module.modules())):
         raise InvalidArgument(
             "there are modules of FSDP1 and of FSDP2 here, which compress_fsdp does not take "
@@ -151,6 +156,7 @@ def compress_fsdp(
             "the model with fully_shard(model) in place of FullyShardedDataParallel(model)"
         )
     reductions = compress_flat(routes, labelled(flat), ways)
+    note_compressed(flat if routes.compresses else (), "compress_fsdp")
     routes.warn()
     return FsdpState(reductions, ways)
 
@@ -176,6 +182,7 @@ def _compress_sharded(
                 "reduce-scatter to compress; use DistributedDataParallel with hvd.ddp_hook, or "
                 "shard it over the mesh of one replica and call hvd.compress_hsdp"
             )
+    refuse_second(modules, "compress_fsdp")
     made: list[FsdpReduction[Any]] = []
     for name, each in labelled(modules):
         # What no rank can have compressed, such as a module of several meshes, is not checked.

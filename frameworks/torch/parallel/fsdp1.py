@@ -16,7 +16,7 @@ from ringlet.torch.parallel import fsdp_pieces
 from ringlet.torch.parallel.fsdp_pieces import Piece
 from ringlet.torch.parallel.fsdp_reduction import FsdpReduction
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
-from ringlet.torch.parallel.fsdp_transport import Ways
+from ringlet.torch.parallel.fsdp_transport import Ways, refuse_second
 
 
 class FlatReduction(FsdpReduction[None]):
@@ -144,6 +144,7 @@ def compress_flat(
                 f"{getattr(each._comm_hook, '__name__', each._comm_hook)}; FSDP1 takes one, so "
                 "leave out register_comm_hook"
             )
+    refuse_second(named, "compress_fsdp")
     made = []
     for name, each in named:
         each.check_is_root()  # what is wrapped around it afterwards is an error, not uncompressed

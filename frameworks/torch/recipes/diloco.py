@@ -6,6 +6,7 @@ Douillard et al., "DiLoCo: distributed low-communication training of language mo
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from ringlet.torch.optimizer.checkpoint import (
     shards_of,
 )
 from ringlet.torch.optimizer.frozen import refuse_strays
+from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
 from ringlet.torch.optimizer.naming import Named, name_parameters
 from ringlet.torch.optimizer.optimizer_checks import check_is_optimizer, refuse_partitioned
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
@@ -102,10 +104,10 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         raise RuntimeError("DiLoCo's parameters are settled when it is made: make a new one")
 
     @untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; RuntimeError after an outer step that was interrupted."""
         self._ringlet.refuse_in_flight(REPEAT)
-        self.inner.zero_grad(set_to_none=set_to_none)
+        self.inner.zero_grad(*args, **kwargs)
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -114,6 +116,8 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         With a ``closure``, return its loss, as torch's optimizers do. After an outer step that was
         interrupted, such as by a KeyboardInterrupt, take that one alone.
         """
+        if of_distributed_checkpoint(sys._getframe(1)):
+            return self.inner.step()  # of zeros, which is no step of the job's
         if self._ringlet.in_flight:
             self._finish()
             return True if closure is None else None

@@ -6,6 +6,7 @@ speed", ICML 2021.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ from ringlet.torch.optimizer.checkpoint import (
     shards_of,
 )
 from ringlet.torch.optimizer.frozen import refuse_strays
+from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
 from ringlet.torch.optimizer.naming import Named, named_pairs
 from ringlet.torch.optimizer.reducer import REPEAT, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
@@ -95,6 +97,10 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; with a ``closure``, evaluate it once before."""
+        if of_distributed_checkpoint(sys._getframe(1)):  # with zeros, for the state to be there
+            for _, p in self._each():
+                self._moments(p)["step"] = self.steps
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
