@@ -493,10 +493,6 @@ def case_fsdp2_bad_input():
     for spec in ("int8 | ef21", "topk(ratio=0.1) | ef21 | warmup(dense=5)", "signsgd"):
         with pytest.raises(ValueError, match="has to see the result"):
             hvd.compress_fsdp(own, spec)
-    hvd.compress_fsdp(own, gather="int8")
-    for second in ({"compression": "int8"}, {"gather": "int8"}):
-        with pytest.raises(ValueError, match="compress_fsdp has been called for .* before"):
-            hvd.compress_fsdp(own, **second)
 
 
 def case_fsdp2_divides_by_what_it_is_told():
@@ -1020,7 +1016,11 @@ def case_who_waits_for_ranks_that_nobody_has_told_to_compress_says_so():
 def case_fsdp2_none_takes_the_place_of_a_compressor():
     started()
     own = sharded()
-    hvd.compress_fsdp(own, "int4")
+    first, second = hvd.compress_fsdp(own, "int4"), hvd.compress_fsdp(own, "topk | ef")
+    kept = second.state_dict()
+    for use in (first.state_dict, first.residual_norm, lambda: first.load_state_dict(kept)):
+        with pytest.raises(ValueError, match="save and load what the last call has returned"):
+            use()
     hvd.compress_fsdp(own, "none")
     hvd.compress_fsdp(own, "none")
     plain = sharded()

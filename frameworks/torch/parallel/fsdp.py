@@ -22,15 +22,17 @@ from ringlet.shared.compression import as_router
 from ringlet.torch.ops.entry_points import public
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.fsdp_params import levels
-from ringlet.torch.parallel.fsdp_reduction import FsdpReduction, check_scatterable
+from ringlet.torch.parallel.fsdp_reduction import (
+    FsdpReduction,
+    check_scatterable,
+    note_reduction,
+)
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes, described
 from ringlet.torch.parallel.fsdp_transport import (
     Ways,
     check_model,
     is_sharded,
     labelled,
-    note_compressed,
-    refuse_second,
     sharded_modules,
 )
 
@@ -46,14 +48,14 @@ class FsdpState:
         self._made, self._ways = made, ways
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._serving())
 
     def __iter__(self) -> Iterator[FsdpReduction[Any]]:
-        return iter(self._made)
+        return iter(self._serving())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
-        step = max((each.step for each in self._made), default=0)
+        step = max((each.step for each in self._serving()), default=0)
         with self._ways.at_work():
             where = dist.get_rank(), dist.get_world_size()
             return checkpoint.saved(self._states(), *where, step, self._compressors())
@@ -67,7 +69,7 @@ class FsdpState:
         state = checkpoint.hooks_record(state)
         # A piece's elements are part of its name, so that another piece is not taken for it.
         numels: dict[str, int | None] = {}
-        for each in self._made:
+        for each in self._serving():
             each.step, each.loaded = int(state["step"]), True
             named = [key.rpartition("/") for key in state["states"]]
             for key, n in each.expects(k for name, _, k in named if name == each.name).items():
@@ -85,12 +87,23 @@ class FsdpState:
     def _compressors(self) -> dict[str, Compressor]:
         return {
             f"{each.name}/{key}": each.compressor_of(key)
-            for each in self._made
+            for each in self._serving()
             for key in each.states
         }
 
     def _states(self) -> dict[str, State]:
-        return {f"{each.name}/{key}": s for each in self._made for key, s in each.states.items()}
+        states = ((each.name, each.states) for each in self._serving())
+        return {f"{name}/{key}": s for name, kept in states for key, s in kept.items()}
+
+    def _serving(self) -> list[FsdpReduction[Any]]:
+        """Return those that still compress. Raises InvalidArgument if others do in their place."""
+        serving = [each for each in self._made if not each.replaced]
+        if self._made and not serving:
+            raise InvalidArgument(
+                "compress_fsdp has been called again for this model, which has replaced these "
+                "compressors: save and load what the last call has returned"
+            )
+        return serving
 
 
 @public
@@ -106,12 +119,12 @@ def compress_fsdp(
     Payloads have to be of fixed size. None sends values as torch does.
 
     All ranks compute with decoded parameters. The owner of a shard also keeps it unrounded, and
-    updates that one. FSDP1 (``FullyShardedDataParallel``) gathers parameters as they are.
+    updates that one. FSDP1 (``FullyShardedDataParallel``) gathers parameters as they are. If it is
+    called again, the new compressors take the place of the old ones, and begin without residuals.
 
     Raises InvalidArgument
 
-    - where there is no FSDP module, or one that is replicated and not sharded, or compressed
-      already;
+    - where there is no FSDP module, or one that is replicated and not sharded;
     - where torch is too old for FSDP2's hooks (before 2.9);
     - for a compressor of gradients whose payloads cannot be scattered: sparsifiers of variable
       size, low rank, shared scales, and what has to see the whole result (ef21, signsgd);
@@ -142,9 +155,7 @@ def compress_fsdp(
         check_scatterable(each)
     ways = Ways(told, module, [each for _, each in modules], gathers=gathers)
     if not flat:
-        reducing = _compress_sharded(routes, gathered, modules, ways)
-        note_compressed(modules if reducing or gathers else (), "compress_fsdp")
-        return FsdpState(reducing, ways)
+        return FsdpState(_compress_sharded(routes, gathered, modules, ways), ways)
     if any(map(is_sharded, module.modules())):
         raise InvalidArgument(
             "there are modules of FSDP1 and of FSDP2 here, which compress_fsdp does not take "
@@ -156,7 +167,6 @@ def compress_fsdp(
             "the model with fully_shard(model) in place of FullyShardedDataParallel(model)"
         )
     reductions = compress_flat(routes, labelled(flat), ways)
-    note_compressed(flat if routes.compresses else (), "compress_fsdp")
     routes.warn()
     return FsdpState(reductions, ways)
 
@@ -182,7 +192,6 @@ def _compress_sharded(
                 "reduce-scatter to compress; use DistributedDataParallel with hvd.ddp_hook, or "
                 "shard it over the mesh of one replica and call hvd.compress_hsdp"
             )
-    refuse_second(modules, "compress_fsdp")
     made: list[FsdpReduction[Any]] = []
     for name, each in labelled(modules):
         # What no rank can have compressed, such as a module of several meshes, is not checked.
@@ -195,8 +204,10 @@ def _compress_sharded(
         if any(not isinstance(by, NoCompression) for by in routes.of_shards(each).values()):
             reduction = CompressedReduceScatter(routes, name, each, ways)
             each.set_custom_reduce_scatter(reduction)
+            note_reduction(each, reduction)
             made.append(reduction)
         else:
+            note_reduction(each, None)
             with suppress(ValueError):
                 each.set_custom_reduce_scatter(CheckedReduceScatter(each, ways))
     routes.warn()

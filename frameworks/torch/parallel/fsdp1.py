@@ -14,9 +14,9 @@ from ringlet.job.process_sets import InvalidArgument
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.parallel import fsdp_pieces
 from ringlet.torch.parallel.fsdp_pieces import Piece
-from ringlet.torch.parallel.fsdp_reduction import FsdpReduction
+from ringlet.torch.parallel.fsdp_reduction import FsdpReduction, note_reduction
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
-from ringlet.torch.parallel.fsdp_transport import Ways, refuse_second
+from ringlet.torch.parallel.fsdp_transport import Ways
 
 
 class FlatReduction(FsdpReduction[None]):
@@ -144,14 +144,15 @@ def compress_flat(
                 f"{getattr(each._comm_hook, '__name__', each._comm_hook)}; FSDP1 takes one, so "
                 "leave out register_comm_hook"
             )
-    refuse_second(named, "compress_fsdp")
     made = []
     for name, each in named:
         each.check_is_root()  # what is wrapped around it afterwards is an error, not uncompressed
         each._comm_hook = each._comm_hook_state = None
+        note_reduction(each, None)
         if each._handle is None:  # it has no parameters of its own
             continue
         each._comm_hook = reduce_flat
         each._comm_hook_state = FlatReduction(routes, name, each, ways)
+        note_reduction(each, each._comm_hook_state)
         made.append(each._comm_hook_state)
     return made

@@ -41,6 +41,17 @@ def check_scatterable(compressor: Compressor) -> None:
         )
 
 
+_REDUCTION = "_ringlet_reduction"  # an attribute of FSDP modules
+
+
+def note_reduction(module: Any, reduction: FsdpReduction[Any] | None) -> None:
+    """Remember what reduces the gradients of ``module`` from now on; None: what is not ours."""
+    before = module.__dict__.get(_REDUCTION)
+    if before is not None:
+        before.replaced = True
+    module.__dict__[_REDUCTION] = reduction
+
+
 class FsdpReduction(ABC, Generic[Params]):
     """One FSDP module's gradient, of which each rank gets its shard of the sum over ranks.
 
@@ -58,6 +69,7 @@ class FsdpReduction(ABC, Generic[Params]):
         self.step = 0
         self.ways = ways
         self.loaded = False  # what is remembered, so that it lies in host memory
+        self.replaced = False  # by what compresses the module now
         # What each is in this step; None where a rank has none.
         self.now: dict[Compressor, Compressor] | None = distinct
         self.scheduled = any(overrides(each, "at") for each in distinct)

@@ -27,8 +27,6 @@ from ringlet.torch.parallel.backward_outcome import (
 )
 from ringlet.torch.parallel.group_runtimes import watched
 
-_COMPRESSED = "_ringlet_compressed_by"  # an attribute of FSDP modules
-
 
 def check_model(module: Any, caller: str) -> None:
     """Raise TypeError for what is no module, InvalidArgument where the job is elastic."""
@@ -68,26 +66,6 @@ def is_sharded(module: torch.nn.Module) -> bool:
 def _kind() -> Any:
     """Return the class of FSDP2's modules; None where torch is too old to have one."""
     return getattr(importlib.import_module("torch.distributed.fsdp"), "FSDPModule", None)
-
-
-def refuse_second(modules: Iterable[tuple[str, Any]], caller: str) -> None:
-    """Raise InvalidArgument for FSDP modules that ``caller`` compresses already.
-
-    What it returned would go on, without a word, as what remembers nothing.
-    """
-    for name, each in modules:
-        if caller in each.__dict__.get(_COMPRESSED, ()):
-            raise InvalidArgument(
-                f"{caller} has been called for {name or 'this module'} before: call it once for a "
-                "model, with all that is to be compressed; for another compressor, shard a new "
-                "model and load the state of this one"
-            )
-
-
-def note_compressed(modules: Iterable[tuple[str, Any]], caller: str) -> None:
-    """Remember that ``caller`` compresses ``modules``, for ``refuse_second``."""
-    for _, each in modules:
-        each.__dict__.setdefault(_COMPRESSED, set()).add(caller)
 
 
 def labelled(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:

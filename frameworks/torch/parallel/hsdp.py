@@ -45,8 +45,6 @@ from ringlet.torch.parallel.fsdp_transport import (
     Ways,
     check_model,
     labelled,
-    note_compressed,
-    refuse_second,
     sharded_modules,
 )
 from ringlet.torch.parallel.group_runtimes import check_group, watched
@@ -257,7 +255,6 @@ def compress_hsdp(
     """
     check_model(module, "compress_hsdp")
     modules = sharded_modules(module, "set_all_reduce_hook", "compress_hsdp")
-    refuse_second(modules, "compress_hsdp")
     router = as_router(compression)
     routes = FsdpRoutes(router, module)
     for name, each in modules:
@@ -288,7 +285,6 @@ def compress_hsdp(
     for name, each in labelled(modules):
         made.append(ReplicaAverage(engine, routes, name, each, ways))
         each.set_all_reduce_hook(made[-1])
-    note_compressed(modules, "compress_hsdp")
     routes.warn()
     return HsdpState(made, engine)
 
