@@ -524,6 +524,17 @@ def case_optimizers_that_differ():
     assert hvd.replicas_equal(m.state_dict())
 
 
+def case_a_process_set_that_is_not_registered():
+    """Ranks outside of it must not count an optimizer more: the next one would wait for ever."""
+    for op in (hvd.Average, hvd.Adasum):
+        unknown = hvd.ProcessSet([0])
+        words = ("is not registered", "add_process_set")
+        refused(lambda: wrap(model(), op=op, process_set=unknown), *words, error=ValueError)  # noqa: B023
+    m = model()
+    step(m, wrap(m))
+    assert hvd.replicas_equal(m.state_dict())
+
+
 def case_recipes_that_differ():
     def adam(**options):
         return hvd.OneBitAdam(model().named_parameters(), **options)

@@ -11,6 +11,7 @@ from ringlet.compressors import Router
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.precision import Policy, parse_policy
 from ringlet.ring.communicator import ReduceOp
+from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
 from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_settings import Settings
@@ -34,8 +35,15 @@ class Options:
     precision: str | Policy | None = None
 
     def __post_init__(self) -> None:
-        """Take Horovod's numbers of ops, too."""
+        """Take Horovod's numbers of ops, too.
+
+        Raises InvalidArgument, the same on every rank, for a process set that is not registered:
+        before anything is counted, or ranks outside of it would count on alone. Not in elastic
+        jobs, where sets are registered anew in each epoch.
+        """
         self.__dict__["op"] = as_op(self.op)
+        if self.process_set is not global_process_set and not is_elastic():
+            self.process_set.size()
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Options:
