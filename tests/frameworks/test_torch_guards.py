@@ -401,6 +401,28 @@ def test_an_optimizer_and_what_wraps_it_are_one_whatever_replaces_state_and_grou
     ranks(work)
 
 
+def test_adasum_hands_zero_grad_what_it_is_given():
+    """An optimizer of one's own need not take ``set_to_none``, and may take more."""
+    given = []
+
+    class Plain(torch.optim.SGD):
+        def zero_grad(self):
+            given.append(())
+
+    class More(torch.optim.SGD):
+        def zero_grad(self, set_to_none=False, more=1):
+            given.append((set_to_none, more))
+
+    def work():
+        wrap(network(), Plain, op=hvd.Adasum).zero_grad()
+        optimizer = wrap(network(), More, op=hvd.Adasum)
+        optimizer.zero_grad()
+        optimizer.zero_grad(True, more=2)
+
+    ranks(work, np=1)
+    assert given == [(), (False, 1), (True, 2)]
+
+
 def test_an_optimizer_with_adasum_cannot_be_copied_or_saved_whole():
     def work():
         for refuse in (copy.deepcopy, pickle.dumps):

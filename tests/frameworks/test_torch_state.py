@@ -127,6 +127,22 @@ def case_torchs_get_state_dict_tells_what_it_leaves_out():
     assert torch.equal(train(again, resumed, 2, start=3), train(own, optimizer, 2, start=3))
 
 
+def case_torch_makes_adasums_state_on_one_rank_alone():
+    """It takes a step of zeros, in which other ranks have no part."""
+    own = model()
+    inner = torch.optim.Adam(own.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(inner, own.named_parameters(), op=hvd.Adasum)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps step
+    before = [p.detach().clone() for p in own.parameters()]
+    if hvd.rank() == 0:
+        assert get_optimizer_state_dict(own, optimizer)["state"]
+    assert all(map(torch.equal, before, own.parameters()))
+    optimizer.zero_grad()
+    own(torch.ones(4, 48)).sum().backward()
+    optimizer.step()
+    assert hvd.replicas_equal(own.state_dict())
+
+
 def case_rank_0s_checkpoint_resets_residuals_with_a_warning():
     own = model()
     optimizer = wrapped(own)

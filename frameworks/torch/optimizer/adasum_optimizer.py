@@ -6,6 +6,7 @@ are averaged, steps that are orthogonal add up, so that the learning rate need n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -24,6 +25,7 @@ from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.reductions import grouped_allreduce_async_
 from ringlet.torch.optimizer.frozen import refuse_strays
+from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
 from ringlet.torch.optimizer.reducer import NO_COPY, REPEAT
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
@@ -97,12 +99,15 @@ class AdasumMixin(RefusesScaler):
         check_passes(passes)
 
     @untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; RuntimeError after a step that was interrupted."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients; RuntimeError after a step that was interrupted.
+
+        Takes what the wrapped optimizer's does, which need not be ``set_to_none``.
+        """
         if self._ringlet_under_way is not None:
             raise RuntimeError(f"zero_grad() while ranks' steps are being combined. {REPEAT}")
         inner: Any = super()
-        inner.zero_grad(set_to_none=set_to_none)
+        inner.zero_grad(*args, **kwargs)
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -111,8 +116,13 @@ class AdasumMixin(RefusesScaler):
         Where that fails, parameters are as before; the wrapped optimizer's state is not. After a
         step that was interrupted while ranks' steps were combined, such as by a KeyboardInterrupt,
         take that one alone.
+
+        The step of zeros by which torch's distributed checkpoint, on any rank, has an optimizer
+        make its state is this rank's own.
         """
         inner: Any = super()
+        if of_distributed_checkpoint(sys._getframe(1)):
+            return inner.step(closure)
         self._ringlet_original._opt_called = True
         if self._ringlet_under_way is not None:
             return self._take_combined(self._ringlet_under_way)
