@@ -153,7 +153,10 @@ def _difference(
             without = [rank for rank, words in told.items() if words == UNUSED]
             cure = remedy if not without else _USE.format(ranks=_listed(without))
             return Mismatch(f"{what}: {name!r} differs between ranks ({shown}); {cure}")
-    return Mismatch(f"{what}: ranks list the same tensors in different orders; {remedy}")
+    odd = next((row for row in zip(*lists, strict=False) if len(set(row)) > 1), ())
+    first = "; ".join(f"rank {rank}: {name!r}" for rank, (name, _) in zip(ranks, odd, strict=False))
+    where = f" (where they first differ, {first})" if first else ""
+    return Mismatch(f"{what}: ranks list the same tensors in different orders{where}; {remedy}")
 
 
 def _listed(ranks: Sequence[int]) -> str:

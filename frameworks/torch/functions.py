@@ -12,7 +12,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import RingError
-from ringlet.shared.model_agreement import SAME_MODEL, agree
+from ringlet.shared.model_agreement import SAME_MODEL, agree, told_alike
 from ringlet.shared.requests import wait_all
 from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.movements import broadcast_async_
@@ -22,6 +22,11 @@ from ringlet.torch.tensors.state_trees import assembled, dissected, is_tree, roo
 from ringlet.torch.tensors.views import check, check_whole
 
 _STEPS = "ringlet_steps"
+
+_ONE_ORDER = (
+    "an optimizer's state goes by the places of its parameters: make it of the same ones in the "
+    "same order on all ranks, such as model.parameters(), and not of a set"
+)
 
 
 @public
@@ -95,11 +100,14 @@ def broadcast_optimizer_state(
     """Overwrite the optimizer's state and hyper-parameters with those of ``root_rank``.
 
     Compressors' residuals are not part of it: they belong to each rank. Where some ranks alone have
-    loaded theirs, what ranks have in common of them is forgotten on all, with a warning. State
-    travels as JSON and tensors, which are read without executing anything; RingError, the same on
-    every rank, when it holds something else (``ringlet.torch.tensors.state_trees``). As in Horovod,
-    parameters of an optimizer that has no state yet have gradients afterwards: zeros. ``model`` is
-    accepted for Horovod's sake, and not needed.
+    loaded theirs, what ranks have in common of them is forgotten on all, with a warning. State goes
+    by the places of parameters in their groups. Raises Mismatch, the same on every rank, where
+    ranks have other shapes in these places, or the same names in another order.
+
+    State travels as JSON and tensors, which are read without executing anything; RingError, the
+    same on every rank, when it holds something else (``ringlet.torch.tensors.state_trees``). As in
+    Horovod, parameters of an optimizer that has no state yet have gradients afterwards: zeros.
+    ``model`` is accepted for Horovod's sake, and not needed.
     """
     given: object = optimizer
     if not isinstance(given, torch.optim.Optimizer):
@@ -111,6 +119,7 @@ def broadcast_optimizer_state(
     if process_set.size() == 1:
         _give_gradients(optimizer)
         return
+    _agree_on_places(optimizer, process_set)
     reducer = getattr(optimizer, "_ringlet", None)
     agree_on_loaded(reducer, process_set)
     told: dict[str, Any] = {}
@@ -143,16 +152,48 @@ def broadcast_optimizer_state(
     _give_gradients(optimizer)
 
 
+def _agree_on_places(optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
+    """Raise Mismatch, on all ranks, unless optimizers hold the same parameters in the same places.
+
+    Names count where ranks have the same ones, in whatever order: a rank that has loaded a file may
+    have torch's names of another program.
+    """
+    what, given = "broadcast_optimizer_state", optimizer.param_groups
+    own = dict(getattr(optimizer, "_parameter_names", {}))  # what DistributedOptimizer knows
+    if not own and all("param_names" in group for group in given):
+        own = {
+            p: name
+            for group in given
+            for p, name in zip(group["params"], group["param_names"], strict=False)
+        }
+    groups = [group["params"] for group in _groups_of_model(optimizer)]
+    placed = {
+        p: (f"param.{i}.{j}", f"{[*p.shape]} in group {i}")
+        for i, group in enumerate(groups)
+        for j, p in enumerate(group)
+    }
+    items = list(placed.values())
+    named = [(own.get(p, name), words) for p, (name, words) in placed.items()]
+    if told_alike(sorted(name for name, _ in named), f"{what}.names", process_set):
+        items = named
+    agree(what, f"{what}.places", items, process_set, _ONE_ORDER)
+
+
 def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
     # Scripts read them; a sparse gradient, though, would become a dense one.
     if optimizer.state or isinstance(optimizer, torch.optim.SparseAdam):
         return
-    groups, masters = optimizer.param_groups, getattr(optimizer, "_ringlet_masters", None)
-    if masters is not None:
-        groups = masters.of_model(groups)
-    for p in (p for group in groups for p in group["params"]):
+    for p in (p for group in _groups_of_model(optimizer) for p in group["params"]):
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)
+
+
+def _groups_of_model(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups, with the model's parameters in the place of float32 masters."""
+    masters = getattr(optimizer, "_ringlet_masters", None)
+    groups = optimizer.param_groups
+    found: list[dict[str, Any]] = groups if masters is None else masters.of_model(groups)
+    return found
 
 
 def _is_state(value: Any) -> bool:

@@ -535,6 +535,32 @@ def case_a_process_set_that_is_not_registered():
     assert hvd.replicas_equal(m.state_dict())
 
 
+def case_parameters_in_another_order_on_one_rank():
+    """State goes by their places: layers of one shape would get each other's, without a word."""
+    square = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for m in (square, model()):
+        for ours in (True, False):
+            named = list(m.named_parameters())
+            named = named[::-1] if odd() else named
+            made = torch.optim.Adam(named if not ours else [p for _, p in named], lr=0.1)
+            if ours:
+                made = hvd.DistributedOptimizer(made, named)
+            words = ("different orders", "rank 0: '0.weight'", "same order on all ranks")
+            refused(lambda: hvd.broadcast_optimizer_state(made), *words)  # noqa: B023
+    unnamed = model(2 if odd() else 3)
+    plain = torch.optim.Adam(unnamed.parameters(), lr=0.1)
+    words = ("'param.0.2' differs", "[3, 40] in group 0", "[2, 40] in group 0")
+    refused(lambda: hvd.broadcast_optimizer_state(plain), *words)
+
+
+def case_torchs_names_of_what_one_rank_has_loaded_may_be_others():
+    m = model()
+    plain = torch.optim.Adam(m.named_parameters(), lr=0.1)
+    if odd():
+        plain.param_groups[0]["param_names"] = [f"z.{i}" for i in (3, 2, 1, 0)]
+    hvd.broadcast_optimizer_state(plain)
+
+
 def case_recipes_that_differ():
     def adam(**options):
         return hvd.OneBitAdam(model().named_parameters(), **options)
