@@ -407,6 +407,17 @@ def case_two_who_reduce_the_same_gradients_are_refused():
     del optimizer, wrapped
     own = layers()
     wrapped = DistributedDataParallel(own)
+    inner = torch.optim.SGD(own.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, own.named_parameters(), op=hvd.Adasum)
+    wrapped(numbers(0)).sum().backward()
+    before = [p.detach().clone() for p in own.parameters()]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"DistributedDataParallel reduces.*hvd\.ddp_hook"):
+            optimizer.step()
+        assert all(map(torch.equal, before, own.parameters()))
+    del optimizer, wrapped
+    own = layers()
+    wrapped = DistributedDataParallel(own)
     gc.disable()
     try:
         del wrapped  # its circles keep it until the collector runs

@@ -561,6 +561,27 @@ def case_torchs_names_of_what_one_rank_has_loaded_may_be_others():
     hvd.broadcast_optimizer_state(plain)
 
 
+def case_adasum_takes_parameters_in_any_order_and_no_others():
+    square = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    torch.manual_seed(0)
+    for p in square.parameters():
+        nn.init.normal_(p)
+    named = list(square.named_parameters())
+    optimizer = wrap(square, named[::-1] if odd() else named, op=hvd.Adasum)
+    for _ in range(2):
+        step(square, optimizer)
+        assert hvd.replicas_equal(square.state_dict())
+    for m, words in (
+        (model(5 if odd() else 3), ("'1.bias' differs", "rank 0: [3]")),
+        (model()[:1] if odd() else model(), ("'1.bias' is there on rank(s) 0",)),
+    ):
+        optimizer = wrap(m, op=hvd.Adasum)
+        before = [p.detach().clone() for p in m.parameters()]
+        for _ in range(2):
+            refused(lambda: step(m, optimizer), *words)  # noqa: B023
+            assert all(map(torch.equal, before, m.parameters()))
+
+
 def case_recipes_that_differ():
     def adam(**options):
         return hvd.OneBitAdam(model().named_parameters(), **options)

@@ -123,7 +123,7 @@ def steps(model, optimizer, count=3):
         optimizer.step()
 
 
-@pytest.mark.parametrize("base", [torch.optim.SGD, "OneBitAdam", "DiLoCo"])
+@pytest.mark.parametrize("base", [torch.optim.SGD, "op=Adasum", "OneBitAdam", "DiLoCo"])
 def test_parameters_that_differ_at_the_first_step_are_told_of_once(base):
     def work():
         for seed in (0, hvd.rank()):
@@ -133,6 +133,8 @@ def test_parameters_that_differ_at_the_first_step_are_told_of_once(base):
             elif base == "DiLoCo":
                 inner = torch.optim.SGD(model.parameters(), lr=0.1)
                 optimizer = hvd.DiLoCo(inner, model.named_parameters(), every=1)
+            elif base == "op=Adasum":
+                optimizer = wrap(model, op=hvd.Adasum)
             else:
                 optimizer = wrap(model, base)
             steps(model, optimizer)
@@ -182,10 +184,11 @@ def test_no_rank_trains_alone_where_gradients_could_not_be_declared_in_an_elasti
     assert ranks(work) == [True] * 2
 
 
-def test_settings_of_the_optimizer_that_differ_are_told_of_once():
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_settings_of_the_optimizer_that_differ_are_told_of_once(op):
     def work():
         model = network()
-        optimizer = wrap(model)
+        optimizer = wrap(model, op=op)
         optimizer.param_groups[0]["lr"] = 0.1 * (hvd.rank() + 1)
         steps(model, optimizer)
 
@@ -399,6 +402,19 @@ def test_an_optimizer_and_what_wraps_it_are_one_whatever_replaces_state_and_grou
         assert first.state is original.state
 
     ranks(work)
+
+
+def test_adasum_warns_where_backward_reaches_other_parameters():
+    def work():
+        optimizer = wrap(network(), op=hvd.Adasum)
+        model = network()
+        steps(model, optimizer)
+        optimizer = wrap(model, op=hvd.Adasum)  # which says nothing
+        steps(model, optimizer)
+
+    told = told_by(work)
+    assert len(told) == 2, told  # on each rank
+    assert all("backward() has given none of the 4 parameter(s)" in each for each in told)
 
 
 def test_adasum_hands_zero_grad_what_it_is_given():

@@ -20,12 +20,16 @@ from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.gradients.accumulation import check_passes
 from ringlet.shared.gradients.optimizer_options import Options
+from ringlet.shared.model_agreement import agree
 from ringlet.shared.requests import check_predivide
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.reductions import grouped_allreduce_async_
+from ringlet.torch.optimizer.double_reduction import refuse_ddp
+from ringlet.torch.optimizer.drift_check import DriftCheck
 from ringlet.torch.optimizer.frozen import refuse_strays
 from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
+from ringlet.torch.optimizer.optimizer_checks import warn_of_no_gradients
 from ringlet.torch.optimizer.reducer import NO_COPY, REPEAT
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
 
@@ -47,6 +51,10 @@ class AdasumMixin(RefusesScaler):
     _ringlet_process_set: ProcessSet
     _ringlet_label: str  # among optimizers of its process set
     _ringlet_engine: Engine | None  # on which the label was made, anew in each epoch of a job
+    _ringlet_drift: DriftCheck  # of that epoch
+    _ringlet_agreed: bool  # whether ranks name the same parameters in it
+    _ringlet_alone: bool  # whether it is known that nobody else reduces
+    _ringlet_awaits: bool  # a first gradient
     _ringlet_under_way: _Step | None
     _ringlet_original: Any
 
@@ -62,12 +70,15 @@ class AdasumMixin(RefusesScaler):
                 f"'fp16' or 'bf16', not {str(router)!r}; other compressors go with op=Average"
             )
         return {
-            "_ringlet_named": named,
+            "_ringlet_named": dict(sorted(named.items())),  # ranks may list them in any order
             "_ringlet_known": frozenset(named.values()),
             "_ringlet_compression": compressor,
             "_ringlet_process_set": options.process_set,
             "_ringlet_label": "",
             "_ringlet_engine": None,
+            "_ringlet_agreed": False,
+            "_ringlet_alone": False,
+            "_ringlet_awaits": True,
             "_ringlet_under_way": None,
         }
 
@@ -127,7 +138,9 @@ class AdasumMixin(RefusesScaler):
         if self._ringlet_under_way is not None:
             return self._take_combined(self._ringlet_under_way)
         start = {name: p.detach().clone() for name, p in self._ringlet_named.items()}
-        taking_part = bool(start) and self._ringlet_process_set.included()
+        taking_part = self._ringlet_process_set.included()
+        if taking_part:
+            self._refuse_ddp()
         if taking_part and closure is None:
             self._refuse_strays()
         try:
@@ -136,6 +149,10 @@ class AdasumMixin(RefusesScaler):
                 return result
             if closure is not None:
                 self._refuse_strays()
+            self._warn_without_gradients()
+            self._agree()
+            if not start:
+                return result
             self._ringlet_under_way = _Step(start, self._combine(start), result)
         except BaseException:
             self._put_back(start)
@@ -170,6 +187,9 @@ class AdasumMixin(RefusesScaler):
                 self._ringlet_under_way = None
             raise
         self._ringlet_under_way = None
+        if self._ringlet_process_set.size() > 1:
+            ranks = self._ringlet_process_set
+            self._ringlet_drift.look(self._shown_groups(), dict, self._label(), ranks)
         return step.result
 
     def _put_back(self, start: Mapping[str, torch.Tensor]) -> None:
@@ -187,8 +207,35 @@ class AdasumMixin(RefusesScaler):
         if self._ringlet_engine is not runtime.engine:
             number = self._ringlet_process_set.number()
             self._ringlet_label = runtime.unnamed("AdasumOptimizer", number)
-            self._ringlet_engine = runtime.engine
+            self._ringlet_engine, self._ringlet_agreed = runtime.engine, False
+            self._ringlet_drift = DriftCheck(self._ringlet_named)
         return self._ringlet_label
+
+    def _agree(self) -> None:
+        """In an epoch's first step: raise Mismatch, on all ranks, unless all name parameters alike.
+
+        Steps are combined by their place, in the order of the names.
+        """
+        label = self._label()
+        if self._ringlet_agreed or self._ringlet_process_set.size() == 1:
+            return
+        items = [(name, str([*p.shape])) for name, p in self._ringlet_named.items()]
+        agree("DistributedOptimizer", f"{label}.names", items, self._ringlet_process_set)
+        self._ringlet_agreed = True
+
+    def _refuse_ddp(self) -> None:
+        """In the first step: raise RuntimeError where DistributedDataParallel reduces too."""
+        if not self._ringlet_alone and self._ringlet_process_set.size() > 1:
+            refuse_ddp(self._ringlet_known)
+        self._ringlet_alone = True
+
+    def _warn_without_gradients(self) -> None:
+        """In the first step: warn if no parameter has a gradient. The model may have others."""
+        awaits, self._ringlet_awaits = self._ringlet_awaits, False
+        if not awaits or not self._ringlet_known or self._ringlet_process_set.size() == 1:
+            return
+        if all(p.grad is None for p in self._ringlet_known):
+            warn_of_no_gradients(len(self._ringlet_known))
 
     def _refuse_strays(self) -> None:
         cure = "wrap the original optimizer again, on all ranks"

@@ -1,8 +1,12 @@
-"""Optimizers that cannot be wrapped, or are none."""
+"""Optimizers that cannot be wrapped, or are none, or hold what nobody trains."""
 
 from __future__ import annotations
 
+import warnings
+
 import torch
+
+from ringlet.ring.callers import outside
 
 
 def check_is_optimizer(optimizer: object) -> None:
@@ -34,6 +38,17 @@ def refuse_inner_groups(optimizer: torch.optim.Optimizer, why: str) -> None:
                 f"{type(optimizer).__name__} steps by a {type(inner).__name__} inside, with "
                 f"parameter groups of its own: {why}"
             )
+
+
+def warn_of_no_gradients(count: int) -> None:
+    """Warn that none of an optimizer's ``count`` parameters has a gradient in its first step."""
+    warnings.warn(
+        f"backward() has given none of the {count} parameter(s) of this DistributedOptimizer a "
+        "gradient on this rank before its first step(). If the model has other parameters by now, "
+        "make the optimizer of those: fully_shard, for one, replaces them (and hvd.compress_fsdp "
+        "reduces them, with the bare optimizer)",
+        stacklevel=outside(),
+    )
 
 
 def _described(value: object) -> str:

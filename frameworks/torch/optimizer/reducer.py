@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, SupportsFloat
@@ -18,7 +17,6 @@ from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import Runtime, current
 from ringlet.precision.reduction import carrier
-from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import RingError
 from ringlet.ring.rendezvous.epochs import is_elastic
@@ -34,6 +32,7 @@ from ringlet.torch.optimizer.frozen import is_zero, refuse_strays
 from ringlet.torch.optimizer.grad_hooks import GradHooks
 from ringlet.torch.optimizer.in_flight import Handed
 from ringlet.torch.optimizer.naming import warn_of_unmatched
+from ringlet.torch.optimizer.optimizer_checks import warn_of_no_gradients
 from ringlet.torch.optimizer.parameter_memory import ParameterMemory
 from ringlet.torch.optimizer.sparse_gradients import SparseGradients
 from ringlet.torch.optimizer.step_agreement import StepAgreement
@@ -417,13 +416,7 @@ class Reducer:
         there = [p.grad for p in self.parameters.values() if p.grad is not None]
         if self.renewed or self._group is None or any(not is_zero(grad) for grad in there):
             return
-        warnings.warn(
-            f"backward() has given none of the {len(self.parameters)} parameter(s) of this "
-            "DistributedOptimizer a gradient on this rank before its first step(). If the model "
-            "has other parameters by now, make the optimizer of those: fully_shard, for one, "
-            "replaces them (and hvd.compress_fsdp reduces them, with the bare optimizer)",
-            stacklevel=outside(),
-        )
+        warn_of_no_gradients(len(self.parameters))
 
     def _hand_in_rest(self, group: Group) -> None:
         """Hand in what no hook has."""
