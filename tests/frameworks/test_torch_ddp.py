@@ -248,6 +248,120 @@ def case_residuals_are_found_though_wrappers_have_come_or_gone():
         resumed.load_state_dict(foreign)
 
 
+def squares(named, **options):
+    """Return a model of layers of one shape, DDP around it, and the state of its hook."""
+    torch.manual_seed(0)
+    own = torch.nn.Sequential(*[torch.nn.Linear(600, 600, bias=False) for _ in range(5)])
+    wrapped = DistributedDataParallel(own, **options)
+    state, hook = hvd.ddp_hook("topk(ratio=0.5) | ef", own.named_parameters() if named else None)
+    wrapped.register_comm_hook(state, hook)
+    return own, wrapped, state
+
+
+def case_residuals_are_found_without_names_whatever_ddp_makes_of_buckets():
+    """Of one parameter alone, which is then the one whose gradient they are."""
+    started()
+    draw = torch.randn(8, 600)
+    for named in (False, True):
+        _, wrapped, state = squares(named)
+        wrapped(draw).square().mean().backward()
+        kept = state.state_dict()
+        assert list(kept["states"]) == [f"{i}.weight" for i in range(5)]
+        for name, held in kept["states"].items():
+            held["residual"].fill_(1.0 if name == "0.weight" else 0.0)
+        for options in ({}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.01}):
+            for way in ("before", "after", "sharded"):
+                again, wrapped, state = squares(not named if way == "sharded" else False, **options)
+                if way == "after":  # of a first step of zeros
+                    (0 * wrapped(draw)).sum().backward()
+                    wrapped.zero_grad()
+                if way == "sharded":
+                    state.load_sharded(hvd.allgather_object(kept))
+                else:
+                    state.load_state_dict(kept)
+                (0 * wrapped(draw)).sum().backward()
+                found = [bool(p.grad.any()) for p in again.parameters()]
+                assert found == [True, False, False, False, False], (named, options, way)
+
+
+def case_what_was_saved_without_names_by_an_older_ringlet_is_found_by_its_place():
+    started()
+    draw = torch.randn(8, 600)
+    own, wrapped, state = squares(named=False)
+    with mock.patch.object(ddp_state, "names_in_ddp", return_value={}):
+        wrapped(draw).square().mean().backward()
+    old, place = state.state_dict(), state._names[id(own[0].weight)]
+    assert all(name.startswith("bucket") for name in old["states"])
+    old["states"]["bucket7.0"] = {"step": 1, "residual": torch.ones(8)}
+    for numel in (600 * 600, 8):
+        for name, held in old["states"].items():
+            held["residual"].fill_(0.0)
+            if name == place:
+                held["residual"] = torch.ones(numel)
+        again, wrapped, state = squares(named=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state.load_state_dict(old)
+            (0 * wrapped(draw)).sum().backward()
+        told = " ".join(str(each.message) for each in caught)
+        assert ("'0.weight'" in told) == (numel == 8), told
+        assert [bool(p.grad.any()) for p in again.parameters()] == [numel > 8, *[False] * 4]
+    old["states"]["bucket7.0"]["residual"] += 1
+    _, wrapped, state = squares(named=False)
+    state.load_state_dict(old)
+    with pytest.warns(UserWarning, match=r"'bucket7\.0' is not in this job"):
+        wrapped(draw).square().mean().backward()
+    assert list(state.state_dict()["states"]) == [f"{i}.weight" for i in range(5)]
+
+
+def case_what_was_saved_of_another_model_is_forgotten_with_a_warning_without_names_too():
+    started()
+    state, _ = backward_with_feedback()
+    kept = state.state_dict()
+    kept["states"] = {"x.weight": kept["states"].pop("0.weight"), **kept["states"]}
+    own = layers()
+    wrapped = DistributedDataParallel(own)
+    state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef")
+    state.load_state_dict(kept)
+    wrapped.register_comm_hook(state, hook)
+    with pytest.warns(UserWarning, match=r"'x\.weight' is not in this job"):
+        wrapped(numbers(0)).square().mean().backward()
+    assert sorted(state.state_dict()["states"]) == ["0.weight", "2.weight"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state.load_state_dict(kept)  # at once, when the model is known
+    assert any("'x.weight' is not in this job" in str(each.message) for each in caught)
+
+
+def case_a_hook_that_is_found_in_no_model_forgets_what_nobody_takes():
+    """Such as one that was not registered by DDP's own method."""
+    started()
+    state, _ = backward_with_feedback()
+    kept = state.state_dict()
+    wrapped = DistributedDataParallel(layers())
+    state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef")
+    state.load_state_dict(kept)
+    with mock.patch.object(ddp_state, "names_in_ddp", return_value={}):
+        wrapped.register_comm_hook(state, hook)
+        with pytest.warns(UserWarning, match=r"'0\.weight' is not in this job"):
+            wrapped(numbers(0)).square().mean().backward()
+        wrapped.zero_grad()
+        wrapped(numbers(1)).square().mean().backward()
+    assert len(state.state_dict()["states"]) == 2
+    assert all(name.startswith("bucket") for name in state.state_dict()["states"])
+
+
+def case_names_that_are_found_on_some_ranks_alone_are_used_on_none():
+    started()
+    wrapped = DistributedDataParallel(layers())
+    state, hook = hvd.ddp_hook("topk(ratio=0.05) | ef")
+    wrapped.register_comm_hook(state, hook)
+    found = {} if hvd.rank() == 1 else dict(wrapped.module.named_parameters())
+    with mock.patch.object(ddp_state, "names_in_ddp", return_value=found):
+        wrapped(numbers(0)).square().mean().backward()
+    assert all(name.startswith("bucket") for name in state.state_dict()["states"])
+
+
 def case_ranks_count_alike_after_loading_rank_0s_file():
     """Shared random numbers depend on the count: ranks that differ would add up other entries."""
     started()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from ringlet.compressors import Compressor
 from ringlet.compressors.core.context import State
 from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.specs.routes import Router, Routes, Spec
-from ringlet.compressors.states import forget_shared, shared
+from ringlet.compressors.states import bare, fit, forget_shared, shared
 from ringlet.fusion import Engine, Request
 from ringlet.fusion.negotiation.validation import differing
 from ringlet.job.elastic import warn_of_paid
@@ -25,12 +24,13 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
-from ringlet.shared.residual_store import put, warn_of_common
+from ringlet.shared.residual_store import put, warn_of_common, warn_of_misfits
 from ringlet.torch.elastic.epoch_group import AGAIN, behind_backward
 from ringlet.torch.elastic.hook_memory import NO_BACKWARD, HookMemory, kept_for, reopen
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
+from ringlet.torch.parallel.ddp_names import BucketPlaces, checksum, is_place, names_in_ddp
 from ringlet.torch.parallel.group_runtimes import refuse_other_ranks
 from ringlet.torch.parallel.memory_order import MemoryOrders
 from ringlet.torch.tensors.placement import place_of
@@ -77,9 +77,10 @@ class _Untouched(NamedTuple):
 class DdpState:
     """What a hook knows of its model: the compressors, and names for the parameters.
 
-    DDP tells a hook no names. Parameters get theirs from ``named_parameters``, or from the place in
-    which a hook first sees them, which is the same on every rank; both outlast DDP's rebuilding of
-    its buckets. Compressors' memory is kept by name, for each rank alone.
+    DDP tells a hook no names. Parameters get theirs from ``named_parameters``, or from the model
+    that the hook is found to be registered with, on all ranks; else from the place in which a hook
+    first sees them, which is the same on every rank, and outlasts DDP's rebuilding of its buckets.
+    Compressors' memory is kept by name, for each rank alone.
     """
 
     def __init__(
@@ -99,10 +100,14 @@ class DdpState:
         self._taken: dict[str, bool] = {}  # all names, and whether they remember something
         self._requests: dict[str, tuple[Request, Compressor]] = {}
         self._seen: list[weakref.ref[torch.Tensor]] = []  # which take the names of dead ones away
-        self._given = {name: _numel(p) for name, p in (named_parameters or {}).items()}
-        self._depth = wrapped_in(self._given)
-        for name, p in (named_parameters or {}).items():
-            self._name(p, name)
+        self._given: dict[str, int] = {}  # names that are known, and how many elements they have
+        self._depth = 0
+        self._call(named_parameters or {})
+        self._told = frozenset(self._given)  # those that ``named_parameters`` has told
+        self._searched = False  # whether the model was looked for that tells them
+        self._places = BucketPlaces()
+        self._by_place = False  # whether what was loaded is of places, and of no names
+        self._unclaimed = False  # whether what was loaded may be of parameters that are not there
         if named_parameters:
             warn_of_unmatched(self._router, named_parameters)
         elif self._router.by_name:
@@ -161,6 +166,8 @@ class DdpState:
         dtype, shape, place = dtype_of(grad), tuple(grad.shape), place_of(grad, engine=self.engine)
         known = self._requests.get(name)
         asked = None if known is None else (known[0].dtype, known[0].shape, known[0].place)
+        if known is None:
+            self._claim(name, self._places.see(otherwise))
         if known is None or asked != (dtype, shape, place):
             declared, numel = routed(self._router, name, self._depth), grad.numel()
             exact = self._runtime.engine.sums_in_float32(dtype)
@@ -227,7 +234,7 @@ class DdpState:
         if not self._looked:
             refuse_other_ranks(self, self.group)
             self._looked = True
-        if not self._given:
+        if not self._told:
             return
         unnamed = [p for p in parameters if id(p) not in self._names]
         if unnamed:
@@ -249,7 +256,11 @@ class DdpState:
         ``StepAgreement.compare`` behind a step of an optimizer's.
         """
         runtime = self._runtime
-        if self._alike or runtime.size == 1:
+        if self._alike:
+            return
+        found = self._search(parameters)
+        if runtime.size == 1:
+            self._learn(found)
             return
         with self.engine.at_work():
             states = self._states()
@@ -257,9 +268,9 @@ class DdpState:
             held = [name for name, state in states.items() if shared(state, by[name])]
             furthest = max((int(state.get("step", 0)) for state in states.values()), default=0)
             sums = checkpoint.checksums(states, by)
-        names = zlib.crc32("\n".join(sorted(self._given)).encode())
-        told = np.zeros((runtime.size, 7), np.int64)  # a row of zeros is of one that has joined
-        told[runtime.rank] = 1, len(self._given), names, *sums, furthest, self._filled
+        names = (len(self._told), checksum(self._told)), checksum(found)
+        told = np.zeros((runtime.size, 8), np.int64)  # a row of zeros is of one that has joined
+        told[runtime.rank] = 1, *names[0], *sums, furthest, names[1], self._filled
         shape, whole = (told.size,), told.reshape(-1)
         request = Request(f"{self._label}.loaded", dtype="int64", shape=shape, op=ReduceOp.MAX)
         self.engine.submit(request, whole, at_once=True).wait()
@@ -268,12 +279,14 @@ class DdpState:
             raise Mismatch(f"{wrong}; {_NAMES}")
         self._alike = True
         told = told[told[:, 0] == 1]
+        if len({*told[:, -2]}) == 1:
+            self._learn(found)
         went_on = self._elastic and any(kept[0].step for kept in map(kept_for, parameters) if kept)
         if went_on and len({*told[:, -1]}) > 1:
             if self._filled:
                 self._empty(states)
             told = told[told[:, -1] == 0]
-        _, _, _, common, steps, counts, _ = told.T
+        _, _, _, common, steps, counts, _, _ = told.T
         if len({*zip(common, steps, strict=True)}) == 1:
             return
         with self.engine.at_work():
@@ -352,7 +365,7 @@ class DdpState:
             return False
         if task != self._watched:
             self._watched, self._untouched = task, []
-            behind_backward(self.end)
+            behind_backward(self._end_backward)
             for memory in self._memories:
                 memory.began(self._watched)
         return True
@@ -374,6 +387,69 @@ class DdpState:
         with torch.no_grad():
             for each in untouched:
                 each.deliver()
+
+    @untraced
+    def _end_backward(self) -> None:
+        """End a backward pass in which all buckets have come."""
+        self.end()
+        self._drop_unclaimed()
+
+    def _search(self, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the names of the model that holds ``parameters``, where nobody has told any.
+
+        In an elastic job a TorchState has them. Looks once: it goes through all that there is.
+        """
+        if self._searched or self._given or self._elastic:
+            return {}
+        self._searched = True
+        return names_in_ddp(self, parameters)
+
+    def _learn(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Call parameters by the names ``found``, also in what was loaded already.
+
+        Warns of what was loaded of others, or does not fit, which is forgotten.
+        """
+        if not found:
+            return
+        self._call(found)
+        held = self._states()
+        names = checkpoint.renamed({"states": {name: name for name in held}}, found)["states"]
+        self._by_place = not any(name in found for name in names)
+        strange = []
+        for name, before in names.items():
+            kept = name in found or (self._by_place and is_place(name))
+            strange += self._move(before, name if kept else None)
+        warn_of_misfits(strange)
+
+    def _claim(self, name: str, place: str) -> None:
+        """Let a parameter go on with what was saved of its ``place`` by a hook without names."""
+        if self._by_place and name in self._given:
+            warn_of_misfits(self._move(place, name))
+
+    def _drop_unclaimed(self) -> None:
+        """Forget what was loaded of parameters that DDP has not got, and warn of it."""
+        if not self._unclaimed:
+            return
+        self._unclaimed = self._by_place = False
+        strange = []
+        for name in self._states().keys() - self._taken.keys():
+            strange += self._move(name, None)
+        warn_of_misfits(sorted(strange))
+
+    def _move(self, before: str, name: str | None) -> list[str]:
+        """Keep the state ``before`` under ``name``, or forget it; return in words what is lost."""
+        states = self.engine.states
+        with self.engine.at_work():
+            state = states.pop(f"{self._label}.{before}", None)
+            if state is None:
+                return []
+            self._orders.rename(before, name)
+            if name is None:
+                return [] if bare(state) else [f"{before!r} is not in this job"]
+            states[f"{self._label}.{name}"] = state
+            compressor, numel = self._tensors([name])[name]
+            told = fit(state, None, compressor, numel, self._runtime.size)
+        return [f"{name!r} {what}" for what in told]
 
     def _renamed(self, states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return states under this job's names, where the parameters' names were given."""
@@ -421,7 +497,7 @@ class DdpState:
 
         Before the first step they ``agree`` on it.
         """
-        self._filled = True
+        self._filled = self._unclaimed = True
         if self._alike:
             by = {name: routed(self._router, name, self._depth) for name in states}
             common, steps = checkpoint.checksums(states, by)
@@ -438,6 +514,13 @@ class DdpState:
         start = f"{self._label}."
         found = self._runtime.engine.states.items()
         return {k.removeprefix(start): v for k, v in found if str(k).startswith(start)}  # type: ignore[attr-defined]
+
+    def _call(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Call parameters by these names."""
+        self._given = {name: _numel(p) for name, p in named.items()}
+        self._depth = wrapped_in(self._given)
+        for name, p in named.items():
+            self._name(p, name)
 
     def _name(self, p: torch.Tensor, name: str) -> str:
         if name in self._taken:  # with static_graph all of the first step's buckets have one number

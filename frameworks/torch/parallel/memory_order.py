@@ -40,6 +40,12 @@ class MemoryOrders:
         self._loaded |= loaded
         return [name for name in loaded if name in self._known]
 
+    def rename(self, before: str, name: str | None) -> None:
+        """Call otherwise what was loaded and not used yet; with None, forget it."""
+        if before in self._loaded:
+            order = self._loaded.pop(before)
+            self._loaded |= {} if name is None else {name: order}
+
     def see(self, name: str, p: torch.Tensor, shape: Sequence[int]) -> None:
         """Note how DDP lays out the gradient of ``p``, which travels in this ``shape``."""
         strides = list(p.stride())
