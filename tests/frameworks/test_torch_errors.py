@@ -547,6 +547,9 @@ def case_parameters_in_another_order_on_one_rank():
                 made = hvd.DistributedOptimizer(made, named)
             words = ("different orders", "rank 0: '0.weight'", "same order on all ranks")
             refused(lambda: hvd.broadcast_optimizer_state(made), *words)  # noqa: B023
+    listed = list(square.named_parameters())
+    recipe = hvd.OneBitAdam(listed[::-1] if odd() else listed)
+    refused(lambda: hvd.broadcast_optimizer_state(recipe), "different orders", "rank 0: '0.weight'")
     unnamed = model(2 if odd() else 3)
     plain = torch.optim.Adam(unnamed.parameters(), lr=0.1)
     words = ("'param.0.2' differs", "[3, 40] in group 0", "[2, 40] in group 0")

@@ -140,6 +140,10 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
             self._agree()
         return outer if closure is None else loss
 
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:  # as DistributedOptimizer's
+        return {p: name for name, p in self._parameters.items()}
+
     def _refuse_strays(self) -> None:
         cure = "make a new DiLoCo of all parameters, on all ranks"
         refuse_strays(self.inner.param_groups, self._known, "DiLoCo", cure)

@@ -172,6 +172,10 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         return self._reducer.memory.norm()
 
     @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:  # as DistributedOptimizer's
+        return self._names
+
+    @property
     def _ringlet(self) -> Reducer:
         return self._reducer
 
