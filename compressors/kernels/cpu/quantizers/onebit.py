@@ -19,7 +19,7 @@ from ringlet.compressors.kernels.cpu.common.intrinsics import (
 )
 from ringlet.compressors.kernels.cpu.common.ordered_sums import LANES, fold
 from ringlet.compressors.kernels.cpu.common.rng import squares
-from ringlet.compressors.kernels.cpu.common.target import largest_bits, target_at
+from ringlet.compressors.kernels.cpu.common.target import target_at
 from ringlet.ring.jit import jit
 
 _NAN = 0x7FC0
@@ -51,23 +51,36 @@ def _total(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
 
 
 @njit(nogil=True)
-def _draw(values: Any, held: Any, decay: Any, key: Any, start: Any, flags: Any, fed: bool) -> None:
-    """Set the flags to a sign for what is zero: a bit of a draw for each eight elements."""
-    zeros = False
+def _extremes(values: Any, held: Any, decay: Any, feedback: bool) -> Any:
+    """Return the bits of the smallest and the largest magnitude, as ``largest_bits`` does."""
+    least, top = types.uint32(0x7FFFFFFF), types.uint32(0)
     for i in range(values.size):
-        zeros |= target_at(values, held, decay, i, fed) == types.float32(0.0)
-    if not zeros:  # what is drawn takes longer than all else here
-        flags[: values.size] = types.uint8(0)
-        return
+        magnitude = f32_bits(target_at(values, held, decay, i, feedback)) & types.uint32(0x7FFFFFFF)
+        least, top = min(least, magnitude), max(top, magnitude)
+    return least, top
+
+
+@njit(nogil=True)
+def _signs(values: Any, held: Any, decay: Any, scale: Any, flags: Any, feedback: bool) -> None:
+    for i in range(values.size):
+        value = target_at(values, held, decay, i, feedback)
+        negative = value < types.float32(0.0)
+        flags[i] = types.uint8(negative)
+        if feedback:
+            lost = value + scale if negative else value - scale
+            held[i] = lost if is_finite(lost) else held[i]
+
+
+@njit(nogil=True)
+def _signs_drawn(
+    values: Any, held: Any, decay: Any, scale: Any, key: Any, start: Any, flags: Any, feedback: bool
+) -> None:
+    """Do the same, and draw the signs of zeros: a number for each eight elements."""
     first = types.uint64(start) >> types.uint64(3)
     for j in range((values.size + 7) // 8):
         drawn = squares(key, first + types.uint64(j)) >> types.uint32(24)
         for i in range(8):
             flags[8 * j + i] = types.uint8((drawn >> types.uint32(i)) & types.uint32(1))
-
-
-@njit(nogil=True)
-def _signs(values: Any, held: Any, decay: Any, scale: Any, flags: Any, feedback: bool) -> None:
     for i in range(values.size):
         value = target_at(values, held, decay, i, feedback)
         zero = types.uint8(value == types.float32(0.0)) & flags[i]
@@ -94,8 +107,9 @@ def encoder(given: bool, feedback: bool) -> Any:
             values = x[b * bucket : (b + 1) * bucket]
             held = residual[b * bucket : (b + 1) * bucket] if feedback else residual
             out = codes[b * width : b * width + (values.size + 7) // 8]
+            least, top = _extremes(values, held, decay, feedback)
             if given:
-                extent = types.float64(bits_f32(largest_bits(values, held, decay, feedback)))
+                extent = types.float64(bits_f32(top))
             else:
                 extent = _total(values, held, decay, feedback)
             if not np.isfinite(extent):  # the bucket decodes to NaN: overflow must not be hidden
@@ -104,8 +118,11 @@ def encoder(given: bool, feedback: bool) -> Any:
                 continue
             mean = types.float32(parameter if given else extent / values.size)
             scales[b] = nearest_bf16(mean)
-            _draw(values, held, decay, key, start + b * bucket, flags, feedback)
-            _signs(values, held, decay, bf16_to_f32(scales[b]), flags, feedback)
+            scale, first = bf16_to_f32(scales[b]), start + b * bucket
+            if least == types.uint32(0):  # seldom, and it takes twice as long
+                _signs_drawn(values, held, decay, scale, key, first, flags, feedback)
+            else:
+                _signs(values, held, decay, scale, flags, feedback)
             for i in range(values.size, out.size * 8):
                 flags[i] = 0
             words = flags.view(np.uint64)
