@@ -294,6 +294,8 @@ def case_errors():
     for call in both(lambda x: hvd.allreduce(x, hvd.Sum)):
         with pytest.raises(ValueError, match=r"average .* is True or False.*: write op=hvd\.Sum"):
             call(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"op is one of hvd\.Average, .*, not True"):
+        hvd.allreduce(jnp.ones(2), op=True)
     with pytest.raises(ValueError, match="one of the ranks"):
         jax.jit(lambda x: hvd.broadcast(x, 77))(1.0)
     for refused in (hvd.barrier, hvd.join, lambda: hvd.broadcast_pytree({})):

@@ -520,6 +520,8 @@ def case_bad_input():
         tf.function(lambda x: hvd.allreduce(x), jit_compile=True)(tf.ones([2]))
     with pytest.raises(ValueError, match="not both"):
         hvd.allreduce(tf.ones([2]), average=True, op=hvd.Sum)
+    with pytest.raises(ValueError, match=r"op is one of hvd\.Average, .*, not True"):
+        hvd.allreduce(tf.ones([2]), op=True)
     with pytest.raises(hvd.HorovodInternalError, match="shapes differ between ranks"):
         hvd.allreduce(tf.ones([2 + rank]), name="mismatch")
     with pytest.raises(tf.errors.FailedPreconditionError, match="differ between ranks"):

@@ -129,6 +129,8 @@ def case_arguments_of_the_wrong_kind():
             call(torch.ones(4), op="sum")
         with pytest.raises(ValueError, match=r"op is one of hvd\.Average, .*, not 'total'"):
             call(torch.ones(4), op="total")
+        with pytest.raises(ValueError, match=r"op is one of hvd\.Average, .*, not True"):
+            call(torch.ones(4), op=True)
     with pytest.raises(ValueError, match=r"op='average' is a text: write op=hvd\.Average"):
         hvd.DistributedOptimizer(sgd, own.named_parameters(), op="average")
     for wrong, words in (
