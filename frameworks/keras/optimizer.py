@@ -12,7 +12,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.keras import backends, tf_keras
 from ringlet.keras.reducing import Reducing, made_of
-from ringlet.keras.scaling import with_loss_scale
+from ringlet.keras.scaling import variables_given, with_loss_scale
 from ringlet.precision import Policy
 from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
@@ -35,22 +35,24 @@ class Distributed(Reducing):
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Reduce ``grads`` over all ranks, then apply them like the wrapped optimizer.
 
-        Before the last of ``backward_passes_per_step`` calls they are added up, and no more.
+        Before the last of ``backward_passes_per_step`` calls they are added up, and no more. Raises
+        ValueError for another number of variables than gradients, or none before it is built.
         """
         inner: Any = super()
         own: Any = self
         gradients = list(grads)
         if not gradients:
             return
-        variables = list(trainable_variables or own._trainable_variables)
+        given = variables_given(trainable_variables, self.built)
+        variables = list(own._trainable_variables) if given is None else given
+        if len(gradients) != len(variables):
+            raise ValueError(f"{len(gradients)} gradients for {len(variables)} variables")
         if not self.built:
             with keras.name_scope(own.name):
                 own.build(variables)
             own.built = True
-        if len(gradients) != len(variables):
-            raise ValueError(f"{len(gradients)} gradients for {len(variables)} variables")
         ends, reduced = self._ringlet_reduced(gradients, variables)
-        backends.when(ends, lambda: inner.apply(reduced, trainable_variables), reduced)
+        backends.when(ends, lambda: inner.apply(reduced, given), reduced)
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
         """Reduce and apply on Keras's backend jax, whose programs call this; elsewhere refuse.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import keras
@@ -76,12 +77,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Unscale and apply ``grads``, or skip the step; then move the scale."""
         ops = keras.ops
+        given = variables_given(trainable_variables, self.built)
         if not self.built:
             with keras.name_scope(self.name):
-                self.build(trainable_variables)
+                self.build(given)
             self.built = True
         before = ops.copy(self.dynamic_scale)
-        super().apply(grads, trainable_variables)
+        super().apply(grads, given)
         # Keras has doubled or halved it, or left it: that tells what has happened.
         grew, overflowed = self.dynamic_scale > before, self.dynamic_scale < before
         wider = ops.minimum(before * self.growth, self.most)
@@ -98,6 +100,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Return the arguments it was made with."""
         moves = {key: getattr(self, key) for key in ("growth", "backoff", "least", "most")}
         return {**super().get_config(), **moves}
+
+
+def variables_given(variables: Iterable[Any] | None, built: bool) -> list[Any] | None:
+    """Return the variables that ``apply`` is given as a list: an iterator serves only once.
+
+    None stands for those of an optimizer that is ``built``. Raises ValueError where it is not:
+    Keras would build it for none at all.
+    """
+    if variables is not None:
+        return list(variables)
+    if not built:
+        raise ValueError(
+            "apply(grads) without variables needs an optimizer that is built: call "
+            "optimizer.build(trainable_variables) first, or apply(grads, trainable_variables)"
+        )
+    return None
 
 
 def with_loss_scale(optimizer: Any, policy: Policy) -> Any:

@@ -160,6 +160,27 @@ def case_local_layers():
         optimizer.apply(list(map(keras.ops.convert_to_tensor, gradients)), variables)
 
 
+def case_variables_come_in_an_iterator_or_not_at_all():
+    scaled = hvd.LossScaleOptimizer
+    for wrap in (lambda own: own, lambda own: scaled(own, 1.0)):
+        for distributed in (True, False):
+            x = keras.Variable(np.zeros(2, np.float32), name="x")
+            own = wrap(keras.optimizers.SGD(1.0))
+            if not distributed and type(own) is not scaled:
+                continue  # it is Keras's own
+            optimizer = hvd.DistributedOptimizer(own) if distributed else own
+            with pytest.raises(ValueError, match=r"call optimizer\.build\(trainable_variables\)"):
+                optimizer.apply([keras.ops.ones(2)])
+            assert not optimizer.built
+            if distributed:
+                with pytest.raises(ValueError, match="1 gradients for 0 variables"):
+                    optimizer.apply([keras.ops.ones(2)], [])
+            for given in (iter([x]), iter([x]), [x], None):
+                optimizer.apply([keras.ops.ones(2)], *([] if given is None else [given]))
+            assert np.array_equal(x.numpy(), np.full(2, -4.0))
+            assert int(getattr(optimizer, "inner_optimizer", optimizer).iterations) == 4
+
+
 def test_groups_are_as_many_as_are_asked_for():
     assert numbered_groups(6, 4) == ["0", "0", "1", "2", "2", "3"]
     assert numbered_groups(2, 4) == ["0", "1"]
