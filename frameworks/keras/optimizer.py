@@ -100,7 +100,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     The result is an instance of a subclass of the optimizer's class that shares its variables and
     is saved as the original; use it instead, in ``model.compile`` or by ``apply``. Its
     ``from_config`` makes one that is distributed in the same way. Wrapped again, such as with
-    another ``compression``, the original goes on with momenta and with what was held back. A
+    another ``compression``, the original goes on with momenta, with what was held back, with
+    variables that are local, and with passes since the last step if their number stays. A
     LossScaleOptimizer is wrapped from outside: when one rank's gradients overflow, all ranks skip
     the step, and residuals stay as they are.
 
@@ -171,10 +172,11 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Return a DistributedOptimizer that leaves the variables of ``local_layers`` alone.
 
-    ``local_layers`` is a Keras layer or several, built already, such as embeddings that are divided
-    over the ranks.
+    ``local_layers`` is a Keras layer or several, built already (ValueError), such as embeddings
+    that are divided over the ranks.
     """
-    made = distributed(optimizer, name, Options.among(locals()))
-    for variable in local_variables(local_layers):
+    options, own = Options.among(locals()), local_variables(local_layers)
+    made = distributed(optimizer, name, options)
+    for variable in own:
         made.register_local_var(variable)
     return made

@@ -171,7 +171,7 @@ def made_of(
         _ringlet_accumulator=options.accumulator(),
         _ringlet_staying=(Staying("local variables", settings), options.accumulator()),
         _ringlet_groups=options.grouping,
-        _ringlet_local=set(),
+        _ringlet_local=set() if before is None else set(before._ringlet_local),
         _ringlet_skips=isinstance(optimizer, scales),
         _ringlet_scale_local=options.scale_local_gradients,
     )

@@ -90,13 +90,24 @@ def numbered_groups(count: int, groups: int) -> list[str]:
 
 
 def local_variables(layers: Any) -> list[Any]:
-    """Return the trainable variables of a layer, or of several."""
+    """Return the trainable variables of a layer, or of several.
+
+    Raises TypeError for what is no layer, and ValueError for one that is not built yet: it has no
+    variables, and those that it gets later would count as everyone's.
+    """
     if layers is None:
         return []
     listed = list(layers) if isinstance(layers, Iterable) else [layers]
     for layer in listed:
         if not hasattr(layer, "trainable_variables"):
             raise TypeError(f"local_layers are Keras layers, not {type(layer).__name__}")
+        if not getattr(layer, "built", True):
+            name = getattr(layer, "name", type(layer).__name__)
+            raise ValueError(
+                f"local_layers: {name!r} is not built, and has no variables yet: build it first, "
+                "by build(input_shape) or by calling the model, as ranks would average its "
+                "gradients otherwise"
+            )
     return [variable for layer in listed for variable in layer.trainable_variables]
 
 

@@ -176,10 +176,12 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Return a DistributedGradientTape that leaves the variables of ``local_layers`` alone.
 
-    ``local_layers`` is a Keras layer or several, such as embeddings divided over the ranks.
+    ``local_layers`` is a Keras layer or several, built already (ValueError), such as embeddings
+    divided over the ranks.
     """
-    tape = _distributed(gradtape, Options.among(locals()))
-    for variable in local_variables(local_layers):
+    options, own = Options.among(locals()), local_variables(local_layers)
+    tape = _distributed(gradtape, options)
+    for variable in own:
         tape.register_local_source(variable)
     return tape
 

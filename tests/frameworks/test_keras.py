@@ -160,6 +160,30 @@ def case_local_layers():
         optimizer.apply(list(map(keras.ops.convert_to_tensor, gradients)), variables)
 
 
+def case_local_variables_outlast_another_wrapping():
+    sgd, apart = keras.optimizers.SGD(1.0), keras.layers.Dense(1, use_bias=False)
+    options = {"local_layers": apart, "scale_local_gradients": False}
+    with pytest.raises(ValueError, match=f"local_layers: '{apart.name}' is not built"):
+        hvd.PartialDistributedOptimizer(sgd, **options)
+    with pytest.raises(ValueError, match="is not built"):
+        hvd.PartialDistributedOptimizer(sgd, local_layers=keras.Sequential([apart]))
+    apart.build((None, 1))
+    own = float(hvd.rank())
+    for wrap in (
+        lambda: hvd.PartialDistributedOptimizer(sgd, **options),
+        lambda: hvd.DistributedOptimizer(sgd, compression="fp16", scale_local_gradients=False),
+        lambda: hvd.DistributedOptimizer(sgd, scale_local_gradients=False),
+    ):
+        apart.kernel.assign([[0.0]])
+        optimizer = wrap()  # the one before is there until then
+        optimizer.apply([keras.ops.full((1, 1), own)], [apart.kernel])
+        assert float(apart.kernel.numpy()[0, 0]) == -own
+    layers = [keras.layers.Dropout(0.1), keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    model.layers[-1].trainable = False  # nor is a layer without variables refused
+    hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=model.layers)
+
+
 def case_variables_come_in_an_iterator_or_not_at_all():
     scaled = hvd.LossScaleOptimizer
     for wrap in (lambda own: own, lambda own: scaled(own, 1.0)):

@@ -310,6 +310,9 @@ def case_local_sources():
             assert np.allclose(gradient, got[i], atol=1e-6)
     with pytest.raises(TypeError, match="local_layers are Keras layers"):
         hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3])
+    unbuilt = [local, keras.layers.Dense(2, name="late")]
+    with pytest.raises(ValueError, match="local_layers: 'late' is not built"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=unbuilt)
 
 
 def case_a_process_set():
