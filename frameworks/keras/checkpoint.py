@@ -14,18 +14,22 @@ from ringlet.job.session import current
 from ringlet.ring.safe_files import replacing
 from ringlet.shared import residual_store
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.pending_passes import Pending, read_pending
 
 
 def compressor_state(optimizer: Any) -> bytes:
-    """Return what this rank's compressors remember for ``optimizer``, a DistributedOptimizer."""
+    """Return what this rank's compressors remember for ``optimizer``, a DistributedOptimizer.
+
+    So it does what ``backward_passes_per_step`` has added up since the last step.
+    """
     return dumped(reducer_of(optimizer))
 
 
 def set_compressor_state(optimizer: Any, data: bytes) -> None:
     """Go on with what ``compressor_state`` returned on this rank; every rank calls this.
 
-    Warns, and starts without residuals, where it was another rank's. Raises ValueError for bytes
-    that are something else.
+    Warns, and starts without residuals, and with the first of a step's passes, where it was another
+    rank's. Raises ValueError for bytes that are something else.
     """
     reducer = reducer_of(optimizer)
     reducer.load(*read(reducer, data))
@@ -89,7 +93,7 @@ def residuals_beside(filepath: Any) -> list[str]:
 
 
 def dumped(reducer: GradientReducer) -> bytes:
-    """Return what this rank's compressors remember for ``reducer``."""
+    """Return what this rank's compressors remember for ``reducer``, and its passes since a step."""
     runtime, settings = current(), reducer.settings
     return residual_store.dumps(
         reducer.memory.states,
@@ -99,13 +103,16 @@ def dumped(reducer: GradientReducer) -> bytes:
         settings.router,
         settings.predivide,
         settings.op.name.title(),
+        [each.pending().record() for each in reducer.accumulators],
     )
 
 
-def read(reducer: GradientReducer, data: bytes) -> tuple[dict[str, State], int]:
-    """Return the states and the step in what was ``dumped`` on some rank."""
+def read(
+    reducer: GradientReducer, data: bytes
+) -> tuple[dict[str, State], int, list[Pending] | None]:
+    """Return the states, the step and the passes since it in what was ``dumped`` on some rank."""
     runtime, settings = current(), reducer.settings
-    return residual_store.loads(
+    states, step = residual_store.loads(
         data,
         runtime.rank,
         runtime.size,
@@ -115,6 +122,7 @@ def read(reducer: GradientReducer, data: bytes) -> tuple[dict[str, State], int]:
         settings.process_set.size(),
         settings.op.name.title(),
     )
+    return states, step, read_pending(data, runtime.rank, runtime.size)
 
 
 def _saved(filepath: Any) -> dict[str, Path]:

@@ -163,13 +163,14 @@ def made_of(
     reducer = GradientReducer(
         "DistributedOptimizer", settings, name or title, told=told, cure=_BROADCAST
     )
+    added, staying = reducer.accumulators = options.accumulator(), options.accumulator()
     if before is not None:
         reducer.inherit(before._ringlet)
     made.__dict__.update(
         _ringlet=reducer,
         _ringlet_original=Original(optimizer),
-        _ringlet_accumulator=options.accumulator(),
-        _ringlet_staying=(Staying("local variables", settings), options.accumulator()),
+        _ringlet_accumulator=added,
+        _ringlet_staying=(Staying("local variables", settings), staying),
         _ringlet_groups=options.grouping,
         _ringlet_local=set() if before is None else set(before._ringlet_local),
         _ringlet_skips=isinstance(optimizer, scales),

@@ -72,7 +72,7 @@ def as_op(op: Any) -> ReduceOp:
     """Return an op, which may be one of Horovod's numbers. Raises ValueError for what is none."""
     if isinstance(op, str) and op.upper() in ReduceOp.__members__:
         raise ValueError(f"op={op!r} is a text: write op=hvd.{op.title()}")
-    if isinstance(op, Integral) and not isinstance(op, bool):  # True is none of Horovod's numbers
+    if not isinstance(op, bool) and isinstance(op, Integral):  # True is none of Horovod's numbers
         with suppress(ValueError):
             return ReduceOp(int(op))
     # torch's are numbers of another order, and compare as such.

@@ -27,6 +27,7 @@ Tensor = tuple[Compressor, int | None]  # what compresses it, and of how many el
 
 PREDIVIDE = "predivide"  # the key of what gradients were divided by before they were compressed
 
+_PASSES = "passes"  # the key of what passes have added up since the last step
 _OP = "op"  # the key of that by which gradients are reduced; "" where that is not said
 _SHOWN = 8  # tensors that a warning names
 _ARRAY = "ringlet.array"  # the key that stands for an array
@@ -203,10 +204,12 @@ def dumps(
     router: Router,
     predivide: float = 1.0,
     op: str = "",
+    passes: Sequence[Mapping[str, Any]] = (),
 ) -> bytes:
     """Return ``states``, and the specs that they are of, in NumPy's ``npz`` format.
 
-    They are of gradients divided by ``predivide``, and reduced by ``op``.
+    They are of gradients divided by ``predivide``, and reduced by ``op``. ``passes`` are records of
+    what was added up since the last step.
     """
     arrays: dict[str, Array] = {}
 
@@ -219,6 +222,7 @@ def dumps(
 
     specs = {name: str(router(name)) for name, state in states.items() if state}
     head = record(states, rank, size, step, specs, leaf) | {PREDIVIDE: predivide, _OP: op}
+    head[_PASSES] = mapped(list(passes), leaf)
     stream = io.BytesIO()
     encoded = np.frombuffer(json.dumps(head).encode(), np.uint8)
     np.savez(stream, allow_pickle=False, head=encoded, **arrays)
@@ -293,6 +297,21 @@ def loads(
         for name, state in states.items():
             prescale(state, router(name), then / predivide)
     return states, int(head["step"])
+
+
+def passes_in(data: bytes) -> tuple[list[Any] | None, tuple[int, int]]:
+    """Return what ``dumps`` was given as ``passes``, and of which rank of how many.
+
+    None where an older Ringlet has saved the bytes. Raises ValueError for what is no such record.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            head = json.loads(archive["head"].tobytes())
+            whose = head["rank"], head["size"]
+            given = head.get(_PASSES)
+            return None if given is None else list(_filled(given, archive)), whose
+    except Exception as error:
+        raise ValueError(f"these bytes hold no compressor state: {error!r}") from error
 
 
 def replace(states: dict[str, State], given: Mapping[str, State], step: int) -> None:

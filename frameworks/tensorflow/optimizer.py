@@ -132,11 +132,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     reducer = GradientReducer(
         "DistributedOptimizer", options.settings(), title, told=told, cure=BROADCAST_VARIABLES
     )
+    (added,) = reducer.accumulators = (options.accumulator(),)
     if (before := last_made(optimizer)) is not None:
         reducer.inherit(before._ringlet)
     made.__dict__.update(
         _ringlet=reducer,
-        _ringlet_accumulator=options.accumulator(),
+        _ringlet_accumulator=added,
         _ringlet_groups=options.grouping,
         _ringlet_ends=None,
         _ringlet_trained=(),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -935,6 +937,88 @@ def case_passes_end_with_what_is_restored():
         assert step(1.0) == [0.0, 0.0]
         assert step(1.0) == [-2.0, -2.0]
         shared.assign([[0.0]])
+
+
+def summing(*scopes, size=1, saved=None, **options):
+    """Return an optimizer of two passes, the second variable local, and what is a pass of it."""
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        pair = [keras.Variable(np.zeros(n, np.float32), name=f"of{n}") for n in (size, 2)]
+    options = {"backward_passes_per_step": 2, "scale_local_gradients": False} | options
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+    optimizer.register_local_var(pair[1])
+    if saved is not None:
+        set_compressor_state(optimizer, saved)
+
+    def apply(value):
+        optimizer.apply([keras.ops.full(v.shape, float(value)) for v in pair], pair)
+        return [-float(v.numpy()[0]) for v in pair]
+
+    return optimizer, apply
+
+
+def case_passes_since_a_step_outlast_a_checkpoint():
+    """Each rank's own, of local variables too, under the names of a model that was loaded."""
+    rank = hvd.rank()
+    optimizer, apply = summing("sequential", "dense")
+    between = compressor_state(optimizer)
+    apply(10 * rank)
+    saved, goes_on = compressor_state(optimizer), [5.0 + 2, 10.0 * rank + 2]
+    foreign = hvd.allgather_object(saved)[1 - rank]
+    assert apply(2) == goes_on
+    for given, passes, options, expected, said in (
+        (saved, 1, {}, goes_on, None),
+        (saved, 1, {"average_aggregated_gradients": True}, [e / 2 for e in goes_on], None),
+        (saved, 1, {"size": 3}, [2.0, goes_on[1]], "names or shapes: of sequential/dense/of1"),
+        (saved, 3, {"backward_passes_per_step": 3}, [6.0] * 2, "1 of 2 .*, and a step has 3 here"),
+        (foreign, 2, {}, [4.0] * 2, f"on rank {1 - rank} of 2, this is rank {rank} of 2: they are"),
+        (between, 2, {}, [4.0] * 2, None),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer, apply = summing("dense", saved=given, **options)
+            moved = [apply(2) for _ in range(passes)]
+        texts = [str(w.message) for w in caught if "backward passes" in str(w.message)]
+        texts += [str(w.message) for w in caught if "passes before" in str(w.message)]
+        assert moved == [[0.0] * 2] * (passes - 1) + [expected]
+        assert len(texts) == (said is not None), texts
+        assert all(re.search(said, text) for text in texts), texts
+    apply(30)
+    set_compressor_state(optimizer, between)  # takes the place of what was added up
+    apply(2)
+    assert apply(2) == [8.0] * 2
+    # One rank alone has loaded it, and is a pass ahead.
+    optimizer, apply = summing("dense", saved=None if rank else saved)
+    for _ in range(rank):
+        apply(2)
+    with pytest.raises(hvd.HorovodInternalError, match=r"added up before' differs .*rank 0: 1; ra"):
+        apply(2)
+    optimizer.forget_passes()
+    before = apply(2)
+    assert [now - then for now, then in zip(apply(2), before, strict=True)] == [4.0, 4.0]
+
+
+def case_passes_since_a_step_outlast_another_wrapping():
+    one, ten = keras.ops.ones(1), keras.ops.full((1,), 10.0 * hvd.rank())
+    for passes in (2, 3):
+        sgd, texts = keras.optimizers.SGD(1.0), []
+        pair = [keras.Variable([0.0], name=name) for name in ("shared", "own")]
+        first = hvd.DistributedOptimizer(
+            sgd, backward_passes_per_step=2, scale_local_gradients=False
+        )
+        first.register_local_var(pair[1])
+        first.apply([ten, ten], pair)
+        with warned(texts):
+            again = hvd.DistributedOptimizer(
+                sgd, backward_passes_per_step=passes, scale_local_gradients=False
+            )
+        again.apply([one, one], pair)
+        moved = [-float(v.numpy()[0]) for v in pair]
+        assert moved == ([6.0, 10.0 * hvd.rank() + 1.0] if passes == 2 else [0.0, 0.0])
+        assert first._ringlet_accumulator.pending().count == 0
+        told = [text for text in texts if "1 of 2 backward passes" in text]
+        assert len(told) == (passes == 3 and hvd.rank() == 0), texts
 
 
 def case_a_local_variable_that_one_rank_leaves_out_keeps_nobody_waiting():

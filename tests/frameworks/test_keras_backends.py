@@ -234,6 +234,11 @@ def on_torch(made, fit):
         optimizer.apply([torch.full((3,), rank + 1.0)], [x])
         expected = (i + 1) // 2 * (size + 1)
         assert np.allclose(keras.ops.convert_to_numpy(x), -expected)
+    optimizer.apply([torch.full((3,), rank + 1.0)], [x])
+    again = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    hvd.set_compressor_state(again, hvd.compressor_state(optimizer))
+    again.apply([torch.full((3,), rank + 1.0)], [x])
+    assert np.allclose(keras.ops.convert_to_numpy(x), -expected - (size + 1))
     print("accumulation", flush=True)
 
     sys.path.insert(0, str(Path(__file__).parent))

@@ -15,6 +15,8 @@ from ringlet.ring import Topology
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.transports.hierarchical import two_levels
 from ringlet.ring.transports.local import run_local
+from ringlet.shared.gradients.gradient_settings import Slot
+from ringlet.shared.gradients.pending_passes import Pending, read_pending
 from ringlet.shared.residual_store import dumps, loads
 
 
@@ -130,3 +132,59 @@ def test_a_record_of_something_else_is_refused(wrong):
     np.savez(stream, head=np.frombuffer(said, np.uint8), **arrays)
     with pytest.raises(ValueError, match="these bytes hold no compressor state"):
         loads(stream.getvalue(), 0, 2, Router("int8 | ef"))
+
+
+ROWS = np.ones((2, 3), np.float32), np.array([4, 0])
+SUMS = {
+    "w": (Slot("w", "bfloat16", (2,)), (np.ones(2, np.float32),)),
+    "table": (Slot("table", "float32", (5, 3), sparse=True), ROWS),
+}
+
+
+def stored_passes(records):
+    return dumps({}, 1, 2, 7, Router("none"), passes=records)
+
+
+def test_passes_since_a_step_come_back_on_their_rank_alone():
+    data = stored_passes([Pending(3, 2, SUMS).record(), Pending(3).record()])
+    assert loads(data, 1, 2, Router("none")) == ({}, 7)
+    found, none = read_pending(data, 1, 2)
+    assert (found.passes, found.count, none) == (3, 2, Pending(3))
+    for name, (slot, parts) in SUMS.items():
+        assert found.sums[name][0] == slot
+        assert all(map(np.array_equal, found.sums[name][1], parts))
+    with pytest.warns(UserWarning, match="on rank 1 of 2, this is rank 0 of 2: they are forg"):
+        assert read_pending(data, 0, 2) == [Pending(3), Pending(3)]
+    with np.load(io.BytesIO(data)) as archive:
+        head = json.loads(archive["head"].tobytes())
+    del head["passes"]  # as of an older Ringlet
+    stream = io.BytesIO()
+    np.savez(stream, head=np.frombuffer(json.dumps(head).encode(), np.uint8))
+    assert read_pending(stream.getvalue(), 1, 2) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        3,
+        {},
+        {"passes": 2, "count": 2, "sums": {}},
+        {"passes": 2, "count": True, "sums": {}},
+        {"passes": 2, "count": 1, "sums": []},
+        *(
+            {"passes": 2, "count": 1, "sums": {"w": entry}}
+            for entry in (
+                {},
+                {"dtype": "float32", "shape": [2], "sparse": False, "parts": []},
+                {"dtype": "float32", "shape": [2], "sparse": False, "parts": [ROWS[0]]},
+                {"dtype": "odd", "shape": [2, 3], "sparse": False, "parts": [ROWS[0]]},
+                {"dtype": "float64", "shape": [2, 3], "sparse": False, "parts": [ROWS[0]]},
+                {"dtype": "float32", "shape": [4, 3], "sparse": True, "parts": [*ROWS]},
+                {"dtype": "float32", "shape": [5, 3], "sparse": 1, "parts": [*ROWS]},
+            )
+        ),
+    ],
+)
+def test_passes_of_a_damaged_record_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"what passes have added up is|holds no compressor state"):
+        read_pending(stored_passes([wrong]), 1, 2)

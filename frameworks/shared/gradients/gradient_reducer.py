@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.arrays import all_finite, allocate
 from ringlet.shared.drift import Drift
+from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_list import GradientList
 from ringlet.shared.gradients.gradient_settings import Beside, Settings, Slot
+from ringlet.shared.gradients.pending_passes import Pending, other_number, warn_of_forgotten
 from ringlet.shared.gradients.sparse_rows import check_places, densified
 from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
@@ -87,6 +90,7 @@ class GradientReducer:
         self._kind, self._label = kind, ""
         self.title, self.drift = title or kind, Drift(cure)
         self.rate: Callable[[], Any] | None = None  # the learning rate of the step at hand
+        self.accumulators: Sequence[Accumulator] = ()  # of the passes that end in its steps
         self._runtime: Runtime | None = None
         self._number = 0  # of the process set, in which a set that is added again is another one
         self._bound = True  # whether what was declared with the runtime still counts
@@ -194,15 +198,27 @@ class GradientReducer:
             self._forget()
             self.step, self._restarts = step, self._restarts + 1
 
-    def load(self, states: Mapping[str, State], step: int) -> None:
-        """Go on at ``step`` with ``states`` of a checkpoint.
+    def load(
+        self, states: Mapping[str, State], step: int, passes: Sequence[Pending] | None = None
+    ) -> None:
+        """Go on at ``step`` with ``states`` of a checkpoint, and with ``passes`` since that step.
 
-        Warns with the first gradients of what does not fit them, or of which there are none.
+        None leaves passes as they are. Warns of passes that do not fit, and with the first
+        gradients of states that do not fit them, or of which there are none.
         """
         with self._lock:
             replace_states(self.memory.states, states, step)
             self._loaded = set(states)
             self.restart(step)
+            lost = [] if passes is None else self._go_on(passes)
+        warn_of_forgotten(lost)
+
+    def _go_on(self, passes: Sequence[Pending]) -> list[str]:
+        """Let accumulators go on with ``passes``; return in words what is forgotten."""
+        pairs = list(zip_longest(self.accumulators, passes))
+        own = [adds.go_on(given or Pending(adds.passes)) for adds, given in pairs if adds]
+        others = [other_number(given, 1) for adds, given in pairs if not adds and given.count]
+        return [*filter(None, own), *others]
 
     def remembered(self) -> Snapshot:
         """Return a copy of what compressors remember, for ``go_back``."""
@@ -212,9 +228,13 @@ class GradientReducer:
     def inherit(self, before: GradientReducer) -> None:
         """Go on with what ``before`` remembers, which forgets it: an optimizer is wrapped again.
 
-        The first rank warns of what is forgotten, under another spec, op or process set.
+        And with its passes since the last step. The first rank warns of what is forgotten, under
+        another spec, op, process set or number of passes.
         """
         settings, old = self.settings, before.settings
+        forgotten_passes = self._go_on([each.pending() for each in before.accumulators])
+        for each in before.accumulators:
+            each.reset()
         if not settings.process_set.included() or not old.process_set.included():
             return
         with before._lock:
@@ -237,6 +257,7 @@ class GradientReducer:
                         f"{forgotten} of {name!r}, which {then} kept and {now} has no use for"
                     )
                 prescale(state, now, old.predivide / settings.predivide)
+        lost += dict.fromkeys(forgotten_passes)
         with self._lock:
             self.memory.among, self.step = among, step
             replace_states(self.memory.states, given, step)
