@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from ringlet.keras.checkpoint import (
 from ringlet.keras.optimizer_state import learning_rate, scale_velocities, state_variables
 from ringlet.keras.value_collectives import averaged, broadcast_variables
 from ringlet.ring.callers import outside
+from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.shared.model_agreement import agree
@@ -128,13 +128,36 @@ _SAME_METRICS = (
 )
 
 
+_NO_NUMBER = "which is no number"
+_ONLY_NUMBERS = (
+    "MetricAverageCallback averages numbers and arrays of them: leave the metric out of logs on "
+    "all ranks, put the callback that adds it behind this one, or let every rank report a number"
+)
+
+
+def _numbers(value: Any) -> Any:
+    """Return a metric as an array of float64; None where it is none, such as None or a text."""
+    try:
+        return np.asarray(value, np.float64) if np.shape(value) else np.array(float(value))
+    except Exception:  # of whatever the value's library raises
+        return None
+
+
+def _described(array: Any, value: Any) -> str:
+    """Return what ranks compare of a metric, in words: its shape, or what it is else."""
+    if array is None:
+        return f"{value!r:.40}, {_NO_NUMBER}"
+    return str([*array.shape]) if array.shape else "a number"
+
+
 class MetricAverageCallback(KerasCallback):
     """Average an epoch's metrics over all ranks; put it before callbacks that look at them.
 
     A metric is a number, or an array of any shape, as of ``F1Score``; its mean is a float or a
     float64 array. Raises Mismatch, on all ranks, where they have other metrics, or other shapes of
     them, where one has fewer batches in an epoch, or fewer epochs, or where they are in different
-    epochs. ``device`` is accepted for Horovod's sake.
+    epochs; TypeError, on all ranks, naming the metric and the ranks where one is no number, such as
+    None. ``device`` is accepted for Horovod's sake.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -146,21 +169,26 @@ class MetricAverageCallback(KerasCallback):
             reducer.end_epoch(epoch + 1)  # as fit prints it
         logs = {} if logs is None else logs
         names = sorted(logs)
-        shapes = [np.shape(logs[name]) for name in names]
-        items = [
-            (n, str([*shape]) if shape else "") for n, shape in zip(names, shapes, strict=True)
-        ]
-        agree("metrics", "metrics", items, global_process_set, _SAME_METRICS)
+        # Before ranks meet: one that fails alone would leave the others waiting.
+        arrays = {name: _numbers(logs[name]) for name in names}
+        items = [(name, _described(arrays[name], logs[name])) for name in names]
+        try:
+            agree("metrics", "metrics", items, global_process_set, _SAME_METRICS)
+        except Mismatch as error:  # of the same text on all ranks
+            if _NO_NUMBER not in str(error):
+                raise
+            told = str(error).removesuffix(f"; {_SAME_METRICS}")
+            raise TypeError(f"{told}. {_ONLY_NUMBERS}") from None
+        for name, words in items:
+            if _NO_NUMBER in words:
+                raise TypeError(f"metrics: {name!r} is {words} on all ranks. {_ONLY_NUMBERS}")
         if not names:
             return
-        values: list[float] = []
-        for name, shape in zip(names, shapes, strict=True):
-            value = logs[name]
-            values += np.asarray(value, np.float64).ravel().tolist() if shape else [float(value)]
+        values = [value for array in arrays.values() for value in array.ravel().tolist()]
         means = iter(averaged(values, "metrics"))
-        for name, shape in zip(names, shapes, strict=True):
-            of_one = [next(means) for _ in range(math.prod(shape))]
-            logs[name] = np.reshape(of_one, shape) if shape else of_one[0]
+        for name, array in arrays.items():
+            of_one = [next(means) for _ in range(array.size)]
+            logs[name] = np.reshape(of_one, array.shape) if array.shape else of_one[0]
 
     def on_train_end(self, logs: Any = None) -> None:
         """Find out whether training ends on all ranks."""

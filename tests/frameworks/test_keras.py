@@ -285,6 +285,15 @@ def case_metrics_that_differ():
     said = r"metrics: 'f1' differs .*rank 0: \[2\]; rank 1: \[3\]"
     with pytest.raises(hvd.HorovodInternalError, match=said):
         callback.on_epoch_end(5, {"f1": np.zeros(2 + hvd.rank())})
+    for odd, said in (
+        (None if hvd.rank() else 0.5, r"\(rank 0: a number; rank 1: None, which is no number\)\. "),
+        ([0.5] if hvd.rank() else "best", r"\(rank 0: 'best', which is no number; rank 1: \[1\]\)"),
+        ({}, "is {}, which is no number on all ranks"),
+    ):
+        with pytest.raises(TypeError, match=rf"metrics: 'bleu' .*{said}.*leave the metric out"):
+            callback.on_epoch_end(6, {"acc": 1.0, "bleu": odd})
+    callback.on_epoch_end(7, logs := {"loss": np.float32(hvd.rank())})
+    assert logs == {"loss": 0.5}
 
 
 def case_one_rank_has_more_batches_in_an_epoch():
