@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from ringlet.keras.value_collectives import averaged, broadcast_variables
 from ringlet.ring.callers import outside
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.epochs import is_elastic
+from ringlet.shared.argument_kinds import number
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.residual_store import warn_of_other_ranks
@@ -196,6 +198,9 @@ class MetricAverageCallback(KerasCallback):
             reducer.end_training()
 
 
+_MULTIPLIER = "a number or a function of the epoch"
+
+
 class LearningRateScheduleCallback(KerasCallback):
     """Set the learning rate to ``initial_lr`` times ``multiplier(epoch)``.
 
@@ -203,7 +208,8 @@ class LearningRateScheduleCallback(KerasCallback):
     before ``end_epoch``. With ``staircase`` it is called at the start of epochs, otherwise before
     each batch with fractions of epochs, for which ``steps_per_epoch`` is needed where ``fit`` does
     not know it. With ``momentum_correction`` SGD's momentum is scaled with the rate (Goyal et al.,
-    2017, section 2).
+    2017, section 2). Raises TypeError for what is no number and no function, ValueError for a rate
+    that is not above 0.
     """
 
     def __init__(
@@ -217,8 +223,10 @@ class LearningRateScheduleCallback(KerasCallback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        if initial_lr is None or initial_lr <= 0:
-            raise ValueError(f"initial_lr must be above 0, got {initial_lr}")
+        if initial_lr is None or not 0 < number(initial_lr, "initial_lr") < math.inf:
+            raise ValueError(f"initial_lr must be above 0 and finite, got {initial_lr}")
+        if not callable(multiplier) and math.isnan(number(multiplier, "multiplier", _MULTIPLIER)):
+            raise ValueError(f"multiplier must be a number, got {multiplier}")
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise ValueError(f"steps_per_epoch must be at least 1, or None, got {steps_per_epoch}")
         self.initial_lr = initial_lr
@@ -287,7 +295,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        if warmup_epochs < 0:
+        if not number(warmup_epochs, "warmup_epochs") >= 0:
             raise ValueError(f"warmup_epochs must be at least 0, got {warmup_epochs}")
 
         def warmup(epoch: float) -> float:

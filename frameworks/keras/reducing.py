@@ -14,7 +14,7 @@ from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_reducer import GradientReducer, Staying
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import of_config, unique
-from ringlet.shared.variable_names import cohorts, identity, name_of, refuse_overwritten
+from ringlet.shared.variable_names import identity, name_of, refuse_overwritten
 from ringlet.shared.wrapping import Original, last_made, note_made, wrapped
 
 _BROADCAST = (
@@ -84,7 +84,7 @@ class Reducing:
         scale = self._ringlet_scale()
         if scale is not None:
             given = self._ringlet_quotients(given, scale)
-        groups = cohorts(chosen, self._ringlet_groups)
+        groups = self._ringlet.cohorts(chosen, self._ringlet_groups)
         watched = bool(local) and self._ringlet_skips
         if watched:  # the ranks have to skip a step together for what one of them alone has, too
             ones = self._ringlet_ones([gradients[i] for i in local])

@@ -19,7 +19,7 @@ from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import DTYPES, flat
 from ringlet.shared.model_agreement import common_names, equal_on_all_ranks, unique
-from ringlet.shared.variable_names import name_of
+from ringlet.shared.variable_names import assignable, name_of
 
 
 @public
@@ -85,10 +85,11 @@ def broadcast_variables(
 ) -> None:
     """Overwrite Keras variables on every rank with those of ``root_rank``, on any backend.
 
-    Raises Mismatch, the same on every rank, when names, shapes or dtypes differ. A Sequential model
-    may have been loaded on one rank, and built on others.
+    Raises Mismatch, the same on every rank, when names, shapes or dtypes differ, and TypeError for
+    what is no list of variables. A Sequential model may have been loaded on one rank, and built on
+    others.
     """
-    listed = list(variables)
+    listed = assignable(variables)
     names = unique([name_of(variable, i) for i, variable in enumerate(listed)])
     arrays = [as_array(variable) for variable in listed]
     items = [(n, f"{a.dtype.name}{list(a.shape)}") for n, a in zip(names, arrays, strict=True)]

@@ -23,6 +23,21 @@ def name_of(variable: Any, place: int = 0) -> str:
     return name.partition(":")[0] or f"source.{place}"
 
 
+def assignable(variables: object) -> list[Any]:
+    """Return ``variables`` as a list. Raises TypeError for what cannot be overwritten."""
+    if not isinstance(variables, Iterable) or hasattr(variables, "assign"):
+        what = type(variables).__name__
+        raise TypeError(f"variables are a list, such as model.variables, not a {what}")
+    listed = list(variables)
+    for each in listed:
+        if not hasattr(each, "assign"):
+            raise TypeError(
+                f"broadcast_variables overwrites variables, such as model.variables, which a "
+                f"{type(each).__name__} is not"
+            )
+    return listed
+
+
 def alike(name: str, other: str) -> bool:
     """Whether two names can be those of one variable in a model that was built and then loaded.
 
@@ -76,7 +91,7 @@ def cohorts(variables: Sequence[Any], groups: int | Sequence[Sequence[Any]] | No
         return numbered_groups(len(variables), groups)
     of: dict[int, str] = {}
     for number, group in enumerate(groups):
-        if not isinstance(group, Iterable):
+        if not isinstance(group, Iterable) or hasattr(group, "assign"):
             raise ValueError("groups is a number, or a list of lists of variables")
         for variable in group:
             if of.setdefault(identity(variable), str(number)) != str(number):
@@ -109,6 +124,30 @@ def local_variables(layers: Any) -> list[Any]:
                 "gradients otherwise"
             )
     return [variable for layer in listed for variable in layer.trainable_variables]
+
+
+def warn_of_other_groups(
+    groups: Any, chosen: Sequence[str], variables: Sequence[Any], title: str
+) -> None:
+    """Warn of ``groups`` of which ``cohorts`` has ``chosen`` none: of another model's variables.
+
+    Not of groups of what is frozen, or of nothing.
+    """
+    if not isinstance(groups, Iterable):
+        return
+    lost = [
+        number
+        for number, group in enumerate(groups)
+        if str(number) not in chosen and any(getattr(v, "trainable", True) for v in group)
+    ]
+    if lost:
+        log.warning(
+            "%s: groups %s hold none of the variables that it reduces, and do nothing: those are "
+            "such as %s. List variables of the model that is trained",
+            title,
+            ", ".join(map(str, lost)),
+            ", ".join(repr(name_of(variable, i)) for i, variable in enumerate(variables[:3])),
+        )
 
 
 def warn_of_unmatched(router: Router, names: Sequence[str]) -> None:

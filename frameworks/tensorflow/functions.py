@@ -12,7 +12,7 @@ import tensorflow as tf
 from ringlet.job import objects
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.shared.model_agreement import common_names, equal_on_all_ranks, unique
-from ringlet.shared.variable_names import name_of
+from ringlet.shared.variable_names import assignable, name_of
 from ringlet.tensorflow.ops.bridge import as_written, in_graph, operation_name, refuse_graph, run
 from ringlet.tensorflow.ops.movements import broadcast_all
 from ringlet.tensorflow.ops.tensors import dense
@@ -32,7 +32,7 @@ def broadcast_variables(
     names, shapes or dtypes differ, and TypeError for what is no list of variables. A Sequential
     model may have been loaded on one rank, and built on others.
     """
-    listed = _assignable(variables)
+    listed = assignable(variables)
     names = unique([name_of(variable, i) for i, variable in enumerate(listed)])
     values = [dense(v, f"variable {n!r}") for v, n in zip(listed, names, strict=True)]
     items = [(n, f"{v.dtype.name}{v.shape.as_list()}") for n, v in zip(names, values, strict=True)]
@@ -52,21 +52,6 @@ def broadcast_variables(
         received = broadcast_all(values, root_rank, labels, process_set)
     made = [variable.assign(value) for variable, value in zip(listed, received, strict=True)]
     return tf.group(*[each for each in made if each is not None]) if in_graph() else None
-
-
-def _assignable(variables: object) -> list[Any]:
-    """Return ``variables`` as a list. Raises TypeError for what cannot be overwritten."""
-    if not isinstance(variables, Iterable) or hasattr(variables, "assign"):
-        what = type(variables).__name__
-        raise TypeError(f"variables are a list, such as model.variables, not a {what}")
-    listed = list(variables)
-    for each in listed:
-        if not hasattr(each, "assign"):
-            raise TypeError(
-                f"broadcast_variables overwrites variables, such as model.variables, which a "
-                f"{type(each).__name__} is not"
-            )
-    return listed
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

@@ -21,7 +21,7 @@ from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import of_attributes, unique
-from ringlet.shared.variable_names import cohorts, name_of
+from ringlet.shared.variable_names import name_of
 from ringlet.shared.wrapping import last_made, note_made, refuse_wrapped, wrapped
 from ringlet.tensorflow.ops.bridge import as_written, in_graph
 from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES, reduced
@@ -47,7 +47,7 @@ class _Distributed:
         variables = self._ringlet_trained = [variable for _, variable in pairs]
         names = unique([name_of(v, i) for i, v in enumerate(variables)])
         given = [gradient for gradient, _ in pairs]
-        chosen = cohorts(variables, self._ringlet_groups)
+        chosen = self._ringlet.cohorts(variables, self._ringlet_groups)
         self._ringlet_ends, done = reduced(
             self._ringlet, variables, names, given, chosen, self._ringlet_accumulator
         )

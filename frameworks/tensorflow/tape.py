@@ -21,7 +21,6 @@ from ringlet.shared.gradients.loop_reducers import loop_reducers
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import unique
 from ringlet.shared.variable_names import (
-    cohorts,
     identity,
     local_variables,
     name_of,
@@ -93,7 +92,7 @@ class _Distributed:
         refuse_overwritten(variables, "DistributedGradientTape")
         names = unique([name_of(v, i) for i, v in enumerate(variables)])
         reducer = _reducer(self._ringlet_settings, variables, names)
-        chosen = cohorts(variables, self._ringlet_groups)
+        chosen = reducer.cohorts(variables, self._ringlet_groups)
         given = [flat_gradients[i] for i in shared]
         done = reduced_differentiably(reducer, variables, names, given, chosen)
         mark_reduced(done, process_set)

@@ -773,6 +773,92 @@ def case_wrapped_twice_and_other_mistakes():
         fit(model)
 
 
+def case_arguments_of_the_wrong_kind():
+    """What was given is named, before anything is exchanged; numbers of NumPy are numbers."""
+    sgd, x = keras.optimizers.SGD, keras.Variable([0.0], name="x")
+    for options, kind, said in (
+        ({"op": True}, ValueError, r"op is one of hvd\.Average, .*, not True"),
+        ({"process_set": [0, 1]}, TypeError, r"process_set is what add_process_set.*\[0, 1\]"),
+        ({"process_set": None}, TypeError, "process_set is what .* not None"),
+        ({"process_set": 0}, TypeError, "process_set is what .* not 0"),
+        ({"groups": "all"}, ValueError, "groups is a number, or a list of lists .* not 'all'"),
+        ({"groups": 1.5}, ValueError, r"groups is a number, or a list of lists .* not 1\.5"),
+        ({"groups": True}, ValueError, "groups is a number, or a list of lists .* not True"),
+        ({"groups": [["a", "b"]]}, ValueError, "groups is .* not of names, such as 'a'"),
+        ({"groups": -1}, ValueError, "groups must be at least 0, got -1"),
+        ({"num_groups": "2"}, TypeError, "num_groups is a whole number, not '2'"),
+        ({"backward_passes_per_step": 2.0}, TypeError, r"is a whole number, not 2\.0"),
+        ({"backward_passes_per_step": True}, TypeError, "is a whole number, not True"),
+        ({"gradient_predivide_factor": "2"}, TypeError, "predivide_factor is a number, not '2'"),
+        ({"gradient_predivide_factor": None}, TypeError, "factor is a number, not None"),
+        ({"sparse_as_dense": "no"}, TypeError, "sparse_as_dense is True or False, not 'no'"),
+        ({"average_aggregated_gradients": "yes"}, TypeError, "is True or False, not 'yes'"),
+        ({"scale_local_gradients": 2}, TypeError, "scale_local_gradients is True or False, not 2"),
+    ):
+        with pytest.raises(kind, match=said):
+            hvd.DistributedOptimizer(sgd(), **options)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(1.0),
+        gradient_predivide_factor=np.float32(2),
+        backward_passes_per_step=np.int64(2),
+        average_aggregated_gradients=np.True_,
+        sparse_as_dense=1,
+        groups=iter([iter([x])]),
+    )
+    assert optimizer._ringlet_groups == [[x]]
+    set_compressor_state(optimizer, compressor_state(optimizer))
+    for _ in range(2):
+        optimizer.apply([keras.ops.full((1,), hvd.rank())], [x])
+    assert float(x.numpy()[0]) == -0.5
+    schedule, warmup = (
+        hvd.callbacks.LearningRateScheduleCallback,
+        hvd.callbacks.LearningRateWarmupCallback,
+    )
+    for multiplier in ("0.1", None, {0: 1}):
+        said = f"multiplier is a number or a function of the epoch, not {multiplier!r}"
+        with pytest.raises(TypeError, match=re.escape(said)):
+            schedule(0.1, multiplier)
+    with pytest.raises(TypeError, match=r"initial_lr is a number, not '0\.1'"):
+        warmup("0.1")
+    with pytest.raises(TypeError, match="warmup_epochs is a number, not '5'"):
+        warmup(0.1, "5")
+    for rate in (float("nan"), float("inf"), None):
+        with pytest.raises(ValueError, match=f"initial_lr must be above 0 and finite, got {rate}"):
+            schedule(rate, 1.0)
+    with pytest.raises(ValueError, match="multiplier must be a number, got nan"):
+        schedule(0.1, np.float32("nan"))
+    schedule(np.float32(0.1), np.int64(1))
+    with pytest.raises(TypeError, match=r"a list, such as model\.variables, not a Variable"):
+        hvd.broadcast_variables(x, 0)
+    with pytest.raises(TypeError, match=r"overwrites variables, .* which a ndarray is not"):
+        hvd.broadcast_variables([np.zeros(3)], 0)
+
+
+def case_groups_of_another_model():
+    """Rank 0 warns, once; not of layers that are frozen, or have no variables."""
+    mine, others = made(), made()
+    frozen = keras.Variable([1.0], trainable=False, name="frozen")
+    variables = mine.trainable_variables
+    given = [keras.ops.zeros(v.shape) for v in variables]
+    for groups, expected in (
+        ([variables[:1], others.trainable_variables], "groups 1 hold none of the variables"),
+        ([variables[:1], [frozen], []], None),
+        ([variables], None),
+    ):
+        texts = []
+        with warned(texts):
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), groups=groups)
+            for _ in range(2):
+                optimizer.apply(given, variables)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(mine(np.ones((1, 16), np.float32)))
+            tape = ringlet.tensorflow.DistributedGradientTape(tape, groups=groups)
+            tape.gradient(loss, variables)
+        told = [text for text in texts if "groups" in text]
+        assert len(told) == 2 * (expected is not None and hvd.rank() == 0), told
+        assert all(expected in text and repr(variables[0].path) in text for text in told), told
+
+
 def case_gradients_that_are_new_values_are_refused():
     """Those of float8 layers: sums and compressors would spoil the scales without a word."""
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -124,6 +125,26 @@ def case_arguments_of_the_wrong_kind():
             hvd.DistributedOptimizer(wrong, sgd)
     with pytest.raises(TypeError, match="backward_passes_per_step is a whole number, not '2'"):
         hvd.DistributedOptimizer(sgd, own.named_parameters(), backward_passes_per_step="2")
+    for options, kind, said in (
+        ({"process_set": [0, 1]}, TypeError, r"process_set is what add_process_set.*\[0, 1\]"),
+        ({"groups": "all"}, ValueError, "groups is a number, or a list of lists .* not 'all'"),
+        ({"groups": [["weight"]]}, ValueError, "groups is .* not of names, such as 'weight'"),
+        ({"num_groups": "2"}, TypeError, "num_groups is a whole number, not '2'"),
+        ({"gradient_predivide_factor": "2"}, TypeError, "predivide_factor is a number, not '2'"),
+        ({"sparse_as_dense": "no"}, TypeError, "sparse_as_dense is True or False, not 'no'"),
+        ({"op": True}, ValueError, r"op is one of hvd\.Average, .*, not True"),
+    ):
+        with pytest.raises(kind, match=said):
+            hvd.DistributedOptimizer(sgd, own.named_parameters(), **options)
+    taken = hvd.DistributedOptimizer(
+        sgd,
+        own.named_parameters(),
+        backward_passes_per_step=np.int64(2),
+        gradient_predivide_factor=np.float32(2),
+        sparse_as_dense=np.True_,
+        groups=np.int64(1),
+    )
+    taken.set_backward_passes_per_step(np.int64(3))
     for call in (hvd.allreduce, hvd.reducescatter):
         with pytest.raises(ValueError, match=r"op='sum' is a text: write op=hvd\.Sum"):
             call(torch.ones(4), op="sum")

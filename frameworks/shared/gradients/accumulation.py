@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ringlet.ring.dtypes import Array
+from ringlet.shared.argument_kinds import whole
 from ringlet.shared.arrays import numpy_dtype
 from ringlet.shared.gradients.gradient_settings import Beside, Slot
 from ringlet.shared.gradients.pending_passes import (
@@ -24,20 +26,19 @@ from ringlet.shared.gradients.sparse_rows import densified, summed
 from ringlet.shared.variable_names import alike
 
 
-def check_passes(passes: int) -> None:
-    """Raise TypeError or ValueError unless ``passes`` is a possible backward_passes_per_step."""
-    if isinstance(passes, bool) or not isinstance(passes, int):
-        raise TypeError(f"backward_passes_per_step is a whole number, not {passes!r}")
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+def check_passes(passes: Any) -> int:
+    """Return ``passes``; TypeError or ValueError for no possible backward_passes_per_step."""
+    count = whole(passes, "backward_passes_per_step")
+    if count < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {count}")
+    return count
 
 
 class Accumulator:
     """Sums, or averages, the gradients of ``passes`` backward passes on this rank."""
 
     def __init__(self, passes: int, average: bool = False) -> None:
-        check_passes(passes)
-        self.passes, self._average = passes, average
+        self.passes, self._average = check_passes(passes), average
         self._sums: dict[str, tuple[Slot, tuple[Array, ...]]] = {}
         self._count = 0
         self._resumed = 0  # passes of a checkpoint, or of an optimizer that is wrapped again

@@ -46,7 +46,12 @@ from ringlet.shared.residual_store import (
     warn_of_strangers,
 )
 from ringlet.shared.residual_store import replace as replace_states
-from ringlet.shared.variable_names import alike, warn_of_unmatched
+from ringlet.shared.variable_names import (
+    alike,
+    cohorts,
+    warn_of_other_groups,
+    warn_of_unmatched,
+)
 
 log = logging.getLogger("ringlet")
 
@@ -88,6 +93,7 @@ class GradientReducer:
         self.step = 0
         self.calls = 0  # of ``reduce``, steps that overflow or fail among them
         self._kind, self._label = kind, ""
+        self._warns_of_groups = True
         self.title, self.drift = title or kind, Drift(cure)
         self.rate: Callable[[], Any] | None = None  # the learning rate of the step at hand
         self.accumulators: Sequence[Accumulator] = ()  # of the passes that end in its steps
@@ -105,6 +111,18 @@ class GradientReducer:
 
     _beside: Beside | None = None
     _counts = True  # the calls; False where somebody does for several reducers
+
+    def cohorts(self, variables: Sequence[Any], groups: Any) -> list[str]:
+        """Return the group that each variable travels in, as ``variable_names.cohorts``.
+
+        The first rank warns, once, of groups that have none of them.
+        """
+        chosen = cohorts(variables, groups)
+        if self._warns_of_groups and variables:
+            self._warns_of_groups, process_set = False, self.settings.process_set
+            if process_set.included() and process_set.rank() == 0:
+                warn_of_other_groups(groups, chosen, variables, self.title)
+        return chosen
 
     def enlist(self) -> None:
         """Count this reducer now, and not with its first gradients: ranks may begin with others."""

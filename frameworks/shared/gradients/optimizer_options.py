@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.precision import Policy, parse_policy
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.rendezvous.epochs import is_elastic
+from ringlet.shared.argument_kinds import flag, grouping, number, process_set_of, whole
 from ringlet.shared.compression import as_router
 from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_settings import Settings
@@ -35,15 +36,31 @@ class Options:
     precision: str | Policy | None = None
 
     def __post_init__(self) -> None:
-        """Take Horovod's numbers of ops, too.
+        """Take Horovod's numbers of ops, too, and check what the others are.
 
         Raises InvalidArgument, the same on every rank, for a process set that is not registered:
         before anything is counted, or ranks outside of it would count on alone. Not in elastic
         jobs, where sets are registered anew in each epoch.
         """
         self.__dict__["op"] = as_op(self.op)
+        self._check_kinds()
         if self.process_set is not global_process_set and not is_elastic():
             self.process_set.size()
+
+    def _check_kinds(self) -> None:
+        """Take numbers of NumPy as Python's; TypeError, or of ``groups`` ValueError, for others."""
+        kinds: dict[str, Callable[[Any, str], Any]] = {
+            "gradient_predivide_factor": number,
+            "backward_passes_per_step": whole,
+            "average_aggregated_gradients": flag,
+            "num_groups": whole,
+            "sparse_as_dense": flag,
+            "scale_local_gradients": flag,
+        }
+        for name, kind in kinds.items():
+            self.__dict__[name] = kind(getattr(self, name), name)
+        self.__dict__["groups"] = grouping(self.groups)
+        process_set_of(self.process_set)
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Options:

@@ -95,9 +95,8 @@ class Reducer:
         title: str = "DistributedOptimizer",  # in timelines and reports
         compared: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> None:
-        passes, op = options.backward_passes_per_step, options.op
+        passes, op = check_passes(options.backward_passes_per_step), options.op
         predivide, process_set = options.gradient_predivide_factor, options.process_set
-        check_passes(passes)
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ValueError(f"op must be Average or Sum for gradients, not {op.name.title()}")
         check_predivide(predivide, op)
@@ -208,7 +207,7 @@ class Reducer:
 
     def set_passes(self, passes: int) -> None:
         """Reduce after ``passes`` backward passes from now on; RuntimeError during a step."""
-        check_passes(passes)
+        passes = check_passes(passes)
         self.refuse_mid_step("set_backward_passes_per_step")
         self.passes = passes
         self._left = dict.fromkeys(self.parameters, passes)
