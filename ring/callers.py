@@ -98,7 +98,8 @@ def _no_process_set(
 
 def no_process_set(given: object) -> str:
     """Return what is wrong with ``given`` in the place of a process set."""
-    return f"process_set is what add_process_set() has returned, not {given!r}"
+    known = "what add_process_set() has returned, or global_process_set"
+    return f"process_set is {known}, not {given!r}"
 
 
 def outside() -> int:
