@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import socket
 import threading
 import time
+import weakref
 from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -141,6 +143,7 @@ class Server(ThreadingMixIn, WSGIServer):
         self._lock = threading.Lock()
         self._open: list[Any] = []  # connections, the oldest first
         super().__init__((str(address), port), _Visit)
+        _listening.add(self)
         self.set_app(app)
         self._thread = threading.Thread(
             target=self.serve_forever, args=(0.1,), name="ringlet-prometheus", daemon=True
@@ -185,6 +188,20 @@ class Server(ThreadingMixIn, WSGIServer):
             for request in self._open:
                 with suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
+
+
+_listening: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+def _give_up_all() -> None:
+    """Close what a process that was forked holds: the rank could not listen there again."""
+    for server in list(_listening):
+        for held in (server.socket, *server._open):
+            with suppress(OSError):
+                held.close()
+
+
+os.register_at_fork(after_in_child=_give_up_all)
 
 
 def serve(where: str | int, rank: int, machine_rank: int) -> Prometheus:

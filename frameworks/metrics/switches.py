@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
 from ringlet.fusion import Engine
-from ringlet.metrics.destinations import start
+from ringlet.metrics.destinations import go_on, start
 from ringlet.ring.communicator import Topology
 from ringlet.ring.rendezvous.epochs import present
 from ringlet.ring.variables import given, read_flag, read_whole
+
+log = logging.getLogger("ringlet")
 
 
 def metrics_wanted(env: Mapping[str, str]) -> bool:
@@ -24,15 +27,16 @@ def switch_on(engine: Engine, topology: Topology, env: Mapping[str, str]) -> Non
     cycles; RINGLET_METRICS, RINGLET_METRICS_EVERY, RINGLET_PROMETHEUS and RINGLET_TENSORBOARD are
     the arguments of ``start_metrics``. Prometheus is for every rank, as are a RINGLET_METRICS with
     "{rank}" in it and a RINGLET_TENSORBOARD. In a later epoch of an elastic job records go on where
-    they are, and the timeline is a file of its own. Raises ValueError and OSError that name the
-    variable.
+    they are, and the timeline is a file of its own; what cannot be written there any more is left
+    out, with a warning. Raises ValueError and OSError that name the variable.
     """
     (variable, timeline), epoch = given(env, "TIMELINE") or ("", ""), present()
     path = env.get("RINGLET_METRICS") or None
     if path is not None and engine.rank != 0 and "{rank}" not in path:
         path = None
     path = path and path.replace("{rank}", str(engine.rank))
-    if path is not None and not (folder := Path(path).absolute().parent).is_dir():
+    folder = Path(path).absolute().parent if path is not None else None
+    if folder is not None and not folder.is_dir() and epoch <= 1:
         raise FileNotFoundError(f"RINGLET_METRICS={path!r}: the directory {folder} does not exist")
     if path and timeline and Path(path).absolute() == Path(timeline).absolute():
         raise ValueError(f"RINGLET_METRICS={path!r} is the file of {variable} too; name two files")
@@ -44,10 +48,16 @@ def switch_on(engine: Engine, topology: Topology, env: Mapping[str, str]) -> Non
         try:
             engine.timelines.start(timeline, marks is not None and read_flag(*marks))
         except OSError as error:
-            raise OSError(f"{variable}={timeline!r}: {error}") from error
+            told = f"{variable}={timeline!r}: {error}"
+            if epoch <= 1:
+                raise OSError(told) from error
+            log.warning("rank 0 trains on without a timeline: %s", told)
     prometheus = env.get("RINGLET_PROMETHEUS") or None
     tensorboard = env.get("RINGLET_TENSORBOARD") or None
     every = read_whole("RINGLET_METRICS_EVERY", env.get("RINGLET_METRICS_EVERY") or "0")
-    if path or prometheus or tensorboard:
-        where = path, (), prometheus, tensorboard
-        start(engine, topology, *where, every, network=True, append=epoch > 1)
+    if not (path or prometheus or tensorboard):
+        return
+    if epoch > 1:
+        go_on(engine, topology, path, prometheus, tensorboard, every)
+    else:
+        start(engine, topology, path, (), prometheus, tensorboard, every, network=True)

@@ -23,17 +23,23 @@ class Log:
     """A CSV of what was tried, at ``path`` unless that is empty.
 
     The line with sample 0 is what was settled on. Switches are 0 or 1. Raises OSError where
-    ``path`` is a link, or a file of another kind, such as a program. Where a disk is full the file
-    ends, which is said, and nothing else does.
+    ``path`` is a link, or a file of another kind, such as a program. Where a disk is full, or the
+    file cannot be opened in a later epoch, autotuning goes on without, which is said.
     """
 
     def __init__(self, path: str) -> None:
-        if path:
-            refuse_others(path, ",".join(COLUMNS).encode(), b"hierarchical_allreduce,")  # Horovod's
+        self._path, self._file = path, None
         later = present() > 1  # in an elastic job: behind what the epochs before have tried
-        self._file = create_text(path, newline="", append=later) if path else None
+        try:
+            if path:
+                kinds = (",".join(COLUMNS).encode(), b"hierarchical_allreduce,")  # Horovod's
+                refuse_others(path, *kinds)
+                self._file = create_text(path, newline="", append=later)
+        except OSError as error:
+            if not later:
+                raise
+            self._lose(error)
         self._writer = csv.DictWriter(self._file, COLUMNS) if self._file else None
-        self._path = path
         if self._file is not None and not os.fstat(self._file.fileno()).st_size:
             self._put(dict(zip(COLUMNS, COLUMNS, strict=True)))
 
@@ -58,5 +64,9 @@ class Log:
         try:
             self._writer.writerow(row)
         except OSError as error:
-            log.warning("autotuning goes on without its log %s: %s", self._path, error.strerror)
+            self._lose(error)
             self.close()
+
+    def _lose(self, error: OSError) -> None:
+        why = error.strerror or error
+        log.warning("autotuning goes on without its log %s: %s", self._path, why)

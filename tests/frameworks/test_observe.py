@@ -223,6 +223,54 @@ def test_timelines_and_metrics_by_call(tmp_path):
     assert "backward" in (tmp_path / "t.json").read_text()
 
 
+def test_a_process_that_is_forked_leaves_the_port_to_its_rank():
+    """As workers of a DataLoader do: in an elastic job's next epoch it was taken."""
+    pytest.importorskip("prometheus_client")
+    sink = Prometheus(0)
+    port = sink.listen("127.0.0.1", 0)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)  # until the other end is closed
+        os._exit(0)
+    try:
+        sink.close()
+        again = Prometheus(0)
+        assert again.listen("127.0.0.1", port) == port
+        again.close()
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(child, 0)
+
+
+def test_a_later_epoch_goes_on_without_what_it_cannot_record(monkeypatch, tmp_path, caplog):
+    pytest.importorskip("prometheus_client")
+    gone = tmp_path / "gone"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        named = {
+            "RINGLET_METRICS": f"{gone}/m.jsonl",
+            "RINGLET_TIMELINE": f"{gone}/t.json",
+            "RINGLET_PROMETHEUS": str(taken.getsockname()[1]),
+        }
+        for name, value in named.items():
+            with monkeypatch.context() as patch:
+                patch.setenv(name, value)
+                with pytest.raises(OSError, match="exist|cannot be served"):
+                    ranks(1, lambda rank: None)
+        for name, value in named.items():
+            monkeypatch.setenv(name, value)
+        for module in (switches, sample_log):
+            monkeypatch.setattr(module, "present", lambda: 2)
+        assert ranks(1, lambda rank: train(2) or 7) == [7]
+        Log(f"{gone}/log.csv").write(0, {"cycle_time": 1.0}, 1.0)
+    for lost in ("m.jsonl", "a timeline", "on port", "log.csv"):
+        assert lost in caplog.text
+
+
 def test_prometheus_serves_what_was_counted(caplog):
     pytest.importorskip("prometheus_client")
     with socket.socket() as taken:
