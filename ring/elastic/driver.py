@@ -142,6 +142,7 @@ class Driver:
         self._over: tuple[int, str] | None = None
         self._blamed: int | None = None  # the member that failed first, if that ends the job
         self._end_at: float | None = None  # when what is left of an ending job is killed
+        self._killed = False  # whether that was done
         self._forwarded: list[int] = []
         # A remote shell of the user's own may know hosts by names that mean nothing here.
         self._resolve = reach.rsh is None
@@ -327,7 +328,7 @@ class Driver:
         hosts, complaint = self._discovery.look(now)
         if complaint:
             self._printer.note(complaint)
-        if hosts is not None:
+        if hosts is not None and not self._forwarded:
             self._membership.hosts_found(self._reachable(hosts), now)
         for note in self._signs.look(now, self._printer.pending < HIGH):
             self._printer.note(note)
@@ -337,6 +338,11 @@ class Driver:
         """End, in a job that is over, those that did not when they were asked to."""
         if self._end_at is None or now < self._end_at:
             return
+        left = [rank for rank in self._rank_table.ranks if rank.code is None and not rank.done]
+        if left and not self._killed:
+            names = ", ".join(f"rank {self.rank_of(r.number)} on {r.host}" for r in left)
+            self._printer.note(f"killing what has not ended within {GRACE:g} s: {names}")
+        self._killed = True
         self._rank_table.signal(signal.SIGKILL)
         for rank in self._rank_table.ranks:
             if now >= self._end_at + GRACE and rank.code is None and not rank.done:
@@ -460,8 +466,10 @@ class Driver:
     def _finish(self, code: int, reason: str, now: float) -> None:
         if self._over is not None:
             return
-        self._over = code, reason
         self._blamed = self._membership.first_failed if code else None  # not whom this ends
+        if code - 128 in self._forwarded:  # no rank is to blame for that
+            self._blamed, reason = None, _ended_by(code - 128)
+        self._over = code, reason
         if reason and not self._forwarded:
             left = any(not rank.done for rank in self._rank_table.ranks)
             self._printer.note(f"{reason}{'; ending the other ranks' if left else ''}")
@@ -471,21 +479,31 @@ class Driver:
             self._rank_table.signal(signal.SIGTERM)
 
     def _forward(self, number: int) -> None:
+        """Pass signal ``number`` on to every rank; the second SIGINT kills.
+
+        Ranks may be saving: how long that takes, and how the job ends, is theirs.
+        """
         now = time.monotonic()
+        code, reason = 128 + number, _ended_by(number)
         if number == signal.SIGINT and number in self._forwarded:
             self._printer.mute()
             self._printer.note("killing every rank")
-            self._end_at = now
+            if self._over is not None and self._over[0]:
+                self._over = code, self._over[1]
+            self._finish(code, reason, now)
+            self._end_at, self._killed = now, True
             return
         self._forwarded.append(number)
         name = signal.Signals(number).name
         more = "; once more kills them" if number == signal.SIGINT else ""
         self._printer.note(f"{name} passed on to every rank{more}")
         self._rank_table.signal(number)
-        ending = self._over is not None
-        self._finish(128 + number, _ended_by(number), now)
-        if number == signal.SIGINT and not ending:
-            self._end_at = None  # they may be saving
+        if self._over is not None:
+            return
+        self._membership.stop(code, reason)
+        for rank in self._rank_table.ranks:
+            if not rank.channel and not rank.done:  # what has not begun, need not
+                rank.done, rank.code = True, -number
 
     def _answer(self, number: int, answer: Mapping[str, Any]) -> None:
         name = epochs.answer_name(number, self._attended[number].questions)

@@ -122,6 +122,7 @@ class Membership:
         self._finished: int | None = None  # who has ended well
         self._failed: tuple[int, str] | None = None  # what ended a rank of the present epoch first,
         self.first_failed: int | None = None  # and which member it was
+        self._stopped: tuple[int, str] | None = None  # a user's signal: its code, and in words
         self._told: set[int] = set()  # newcomers that ranks were told of
         self._gathering: float | None = None  # since when one is ready, and is not told of yet
         self._started: float | None = None  # since when there are as many processes as begin
@@ -155,6 +156,8 @@ class Membership:
         ranks = set(lost) if member.rank is not None else set()
         for other in self._present():
             if other.rank in ranks and not other.asked and other.limit is None:
+                if self._stopped is not None:
+                    continue  # it may be saving, with its connections closed
                 other.limit = now + (LEAVE if other.leaving else FENCE)
 
     def leaves(self, number: int, code: int, now: float) -> None:
@@ -164,8 +167,20 @@ class Membership:
             member.limit = now + LEAVE
         member.leaving = code
 
+    def stop(self, code: int, reason: str) -> None:
+        """Note that the user ends the job, and all members were told: they may take their time.
+
+        ``code`` and ``reason`` are the job's where no member has a result, or failed.
+        """
+        if self._stopped is None:
+            self._stopped = code, reason
+            for member in self.members.values():
+                member.limit = None
+
     def late(self) -> list[int]:
         """Return the ranks' members for which others wait, and whom these do not hear."""
+        if self._stopped is not None:  # only the launcher waits for those
+            return [m.number for m in self.members.values() if not m.ended and m.limit is None]
         ranked, newcomers = self._ranked(), [m for m in self._present() if m.rank is None]
         alone = len(ranked) == 1 and any(m.asked for m in newcomers)
         if not alone and not self._resetting():
@@ -218,7 +233,8 @@ class Membership:
                 cause = f"{left} exited with code 0 while others still needed it, so "
             self._failed = code, f"{cause}{name} on {member.host} {how}"
             self.first_failed = number
-        self._bar(member, f"{name} on {member.host} {how}", now)
+        if self._stopped is None:
+            self._bar(member, f"{name} on {member.host} {how}", now)
 
     def _is_the_cause(self, member: JobMember, code: int) -> bool:
         """Whether the job fails, if it does, because ``member`` has ended with ``code``.
@@ -251,7 +267,7 @@ class Membership:
         self._dismiss(todo)
         if self._is_over(todo, now):
             return todo
-        if self._finished is None:
+        if self._finished is None and self._stopped is None:
             self._recruit(todo, now)
             self._form(todo, now)
             self._announce(todo, now)
@@ -293,7 +309,8 @@ class Membership:
         return [m for m in ranked if not m.asked and m.limit is not None]
 
     def _waiting(self) -> bool:
-        return self._finished is None and (self.epoch == 0 or self._resetting())
+        over = self._finished is not None or self._stopped is not None
+        return not over and (self.epoch == 0 or self._resetting())
 
     def _due(self) -> tuple[float, str]:
         """Return when ranks have been too few for too long, and how long that is, in words."""
@@ -334,7 +351,7 @@ class Membership:
 
         Else ranks stay until newcomers are among them.
         """
-        if self._finished is not None:
+        if self._finished is not None or self._stopped is not None:
             return
         leaving = self._leaving()
         stays = not self.epoch or any(m not in leaving for m in self._informed())
@@ -394,15 +411,25 @@ class Membership:
         for member in self.members.values():
             if member.ended or not member.asked:
                 continue
-            if not member.dropped and self._finished is None:
+            if not member.dropped and self._finished is None and self._stopped is None:
                 continue
             why = ""
             if not member.dropped and (member.seat is not None or not self.epoch):
-                why = f"{self._finisher()} has finished, and with it the job"  # newcomers left
+                why = self._why_over()  # newcomers left
             todo.dismiss[member.number] = why
             member.asked, member.dismissed = False, True
 
+    def _why_over(self) -> str:
+        if self._stopped is not None:
+            return self._stopped[1]
+        return f"{self._finisher()} has finished, and with it the job"
+
     def _is_over(self, todo: Decisions, now: float) -> bool:
+        if self._stopped is not None:
+            if all(m.ended for m in self.members.values()):
+                done = (0, "") if self._finished is not None else self._stopped
+                todo.over = self._failed or done
+            return todo.over is not None
         if self._finished is not None:
             # Newcomers that are still on their way will find nothing to do.
             there = [m for m in self.members.values() if not m.ended]

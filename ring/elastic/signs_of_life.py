@@ -57,8 +57,10 @@ class SignsOfLife:
         if number in self._asked_at and rank.heard < self._asked_at[number]:
             del self._asked_at[number]
             self._membership.silent(number, now)
+            own = self._membership.members[number].rank
+            name = f"process {number}" if own is None else f"rank {own}"
             return (
-                f"rank {self._membership.members[number].rank} on {rank.host} keeps the others"
+                f"{name} on {rank.host} keeps the others"
                 f" waiting, and gave no sign of life for {self._silence:g} s"
             )
         self._asked_at[number] = now

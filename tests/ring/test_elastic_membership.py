@@ -657,8 +657,52 @@ def test_hosts_that_come_back_are_not_too_many():
     assert (ranks(todo), todo.dismiss) == ({0: 0, 1: 1}, {2: "", 3: ""})
 
 
+STOPPED = 143, "the job was ended by SIGTERM"
+
+
+def test_who_saves_when_the_user_ends_the_job_has_no_limit():
+    """Neither where others have lost it, nor where it was to leave."""
+    members = running()
+    members.hosts_found(TWO[:1], 1.0)
+    members.asks(2, (3,), 1.0)
+    members.stop(*STOPPED)
+    members.asks(0, (1,), 2.0)
+    todo = members.decide(1000.0)
+    assert (todo.kill, todo.start, todo.over) == ([], [], None)
+    assert todo.dismiss == {0: STOPPED[1], 2: ""}  # who asks is not left to wait
+    for number in (2, 3, 1):
+        members.ended(number, 0, "exited with code 0", 1001.0)
+    assert members.decide(1001.0).over is None
+    members.ended(0, LOST_PEER, "lost another rank", 1002.0)
+    todo = members.decide(1002.0)
+    assert todo.over[0] == LOST_PEER
+    assert todo.notes == []  # no host is barred any more
+
+
+def test_who_is_frozen_when_the_user_ends_the_job_is_killed():
+    members = running(TWO[:1])
+    assert members.late() == []
+    members.stop(*STOPPED)
+    assert members.late() == [0, 1]
+    members.ended(0, 0, "exited with code 0", 1.0)
+    members.silent(1, 1.0)
+    assert members.late() == []
+    assert [m.number for m in members.decide(1.0 + FENCE).kill] == [1]
+
+
+def test_a_job_that_the_user_ends_before_anything_was_done_has_the_signals_code():
+    members = Membership(Rules(2, 1), 0.0)
+    members.hosts_found(TWO[:1], 0.0)
+    members.decide(0.0)
+    members.hosts_found([Host("b", 2)], 0.0)  # those of a were dropped
+    members.stop(*STOPPED)
+    for number in (0, 1):
+        members.ended(number, 0, "exited with code 0", 1.0)
+    assert members.decide(1.0).over == STOPPED
+
+
 class Anything(RuleBasedStateMachine):
-    """Hosts come and go, members ask, end and are lost, in any order."""
+    """Hosts come and go, members ask, end and are lost, in any order, until the user ends it."""
 
     @initialize(
         np=st.integers(1, 3),
@@ -668,6 +712,7 @@ class Anything(RuleBasedStateMachine):
     )
     def begin(self, np, more, resets, cooldown):
         self.now, self.over, self.epoch, self.finished = 0.0, None, 0, False
+        self.stopped = False
         self.rules = Rules(np, 1, None if more is None else np + more, resets, 30.0, cooldown)
         self.members = Membership(self.rules, 0.0, lambda: 0.5)
         self.alive, self.asked, self.gone, self.hosts = {}, set(), set(), {}
@@ -710,6 +755,13 @@ class Anything(RuleBasedStateMachine):
         self.members.learns(number, self.now)
         self.decide()
 
+    @precondition(lambda self: self.alive and self.epoch)
+    @rule()
+    def stop(self):
+        self.stopped = True
+        self.members.stop(*STOPPED)
+        self.decide()
+
     @rule(seconds=st.sampled_from([0.5, 2.0, 8.0, 40.0]))
     def wait(self, seconds):
         self.now += seconds
@@ -721,6 +773,7 @@ class Anything(RuleBasedStateMachine):
         todo = self.members.decide(self.now)
         for member in todo.start:
             assert not self.finished
+            assert not self.stopped
             assert member.number not in self.alive
             taken = [(m.host, m.local) for m in self.alive.values()]
             assert (member.host, member.local) not in taken
@@ -731,22 +784,26 @@ class Anything(RuleBasedStateMachine):
         for number, why in todo.dismiss.items():
             assert number in self.asked
             dropped = self.members.members[number].dropped
-            assert dropped or self.finished
+            assert dropped or self.finished or self.stopped
             newcomer = bool(self.epoch) and number not in self.ever
             assert bool(why) == (not dropped and not newcomer)
             self.asked.discard(number)
             self.dismissed.add(number)
         for member in todo.kill:
             assert member.number in self.alive
+            assert not self.stopped
             assert member.number not in self.gone  # once
             self.gone.add(member.number)
         self.over = todo.over
+        if self.stopped:
+            assert (self.over is not None) == (not self.alive)
         most = self.rules.max_np
         there = [m for m in self.alive.values() if not m.dropped]
         assert most is None or sum(m.local < self.hosts.get(m.host, 0) for m in there) <= most
 
     def seated(self, seats):
         assert not self.finished
+        assert not self.stopped
         assert set(seats) <= self.asked
         assert {s.epoch for s in seats.values()} == {self.epoch + 1}
         assert {s.size for s in seats.values()} == {len(seats)}
