@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import shlex
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from ringlet.ring.hosts.interfaces import launcher_address
 from ringlet.ring.hosts.remote import Reach, start_agent
 from ringlet.ring.launch import start
 from ringlet.ring.launch.horovod_hint import horovod_hint
+from ringlet.ring.launch.plan import shown
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.launch.signed_pickle import leave_parcels
 from ringlet.ring.processes import processes, torchrun
@@ -158,10 +158,6 @@ class Driver:
         self._printer = printer
         hold_standard_descriptors()
         flush_standard_streams()
-        if verbose:
-            what, least = shlex.join(self._command), self._rules.min_np
-            first = "1 rank" if self._rules.np == 1 else f"{self._rules.np} ranks"
-            printer.note(f"{first} at first, at least {least}, over {self._transport}: {what}")
         with contextlib.ExitStack() as stack:
             stack.callback(printer.close)
             if isinstance(self._discovery, Discovery):
@@ -173,19 +169,38 @@ class Driver:
                 return ElasticOutcome(
                     128 + number, _ended_by(number), [], None, number == signal.SIGINT
                 )
+            if verbose:
+                printer.note(self._started(hosts))
             self._open(hosts, parcels, stack)
             now = time.monotonic()
             self._membership.hosts_found(hosts, now)
             self._obey(self._membership.decide(now), now)
             while self._over is None or printer.pending or not self._rank_table.done:
                 self._step()
-            if self._remind():
+            printer.close()
+            said = printer.losses.summary()
+            if said:
+                printer.note(said)
+            if self._remind() or said:
                 with contextlib.suppress(BrokenPipeError):
                     printer.write()
         assert self._over is not None
         code, reason = self._over
         returned, interrupted = self._membership.returned(), signal.SIGINT in self._forwarded
         return ElasticOutcome(code, reason, returned, self._blamed, interrupted)
+
+    def _started(self, hosts: Sequence[Host]) -> str:
+        """Say what is started, on ``hosts``, and where files of the output are."""
+        first = "1 rank" if self._rules.np == 1 else f"{self._rules.np} ranks"
+        where = ""
+        if len(hosts) > 1 or self._elsewhere(hosts):
+            slots = (f"{h.slots} slot{'s' * (h.slots > 1)}" for h in hosts)
+            listed = ", ".join(f"{h.name} ({n})" for h, n in zip(hosts, slots, strict=True))
+            where = f" on {listed},"
+        folder = self._printer.directory
+        files = f"; what process N prints is in {folder}/rank.N too" if folder else ""
+        least, what = self._rules.min_np, shown(self._command)
+        return f"{first} at first, at least {least},{where} over {self._transport}: {what}{files}"
 
     def _open(
         self,

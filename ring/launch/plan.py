@@ -93,6 +93,10 @@ class Plan:
     def __str__(self) -> str:
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         where = f" on {self.site.listed()}" if self.site.several else ""
-        command = " ".join(shlex.join(self.command).split())  # one line, whatever is in it
-        shown = command if len(command) <= SHOWN else f"{command[:SHOWN]} ..."
-        return f"{ranks}{where} over {self.transport}: {shown}"
+        return f"{ranks}{where} over {self.transport}: {shown(self.command)}"
+
+
+def shown(command: Sequence[str]) -> str:
+    """Return a command to be read: one line, whatever is in it."""
+    line = " ".join(shlex.join(command).split())
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."

@@ -44,7 +44,7 @@ class Printer:
         title: str = "ringlet run",
     ) -> None:
         self.size, self._title = size, title.encode()
-        self._directory = directory
+        self.directory = directory
         first, width = ((), 1) if come else (range(size), len(str(size - 1)))
         self._files = {} if directory is None else open_files(directory, first, width)
         self.losses = Losses()
@@ -58,9 +58,9 @@ class Printer:
 
     def join(self, rank: int) -> None:
         """Write what a rank that has come prints to files, too, if there is a directory."""
-        if self._directory is not None:
+        if self.directory is not None:
             try:
-                self._files |= open_files(self._directory, [rank])
+                self._files |= open_files(self.directory, [rank])
             except LaunchError as error:
                 self.note(f"{error}; what rank {rank} prints is not kept")
 
@@ -179,7 +179,7 @@ class Printer:
             while rest:
                 rest = rest[file.write(rest) :]
         except OSError as error:
-            self._lost(f"--output-filename {self._directory}", len(rest), error)
+            self._lost(f"--output-filename {self.directory}", len(rest), error)
 
     def _lost(self, place: str, nbytes: int, error: OSError) -> None:
         if said := self.losses.add(place, nbytes, error):
@@ -201,4 +201,4 @@ class Printer:
         try:
             file.close()
         except OSError as error:  # a file system elsewhere says only now that it is full
-            self._lost(f"--output-filename {self._directory}", 0, error)
+            self._lost(f"--output-filename {self.directory}", 0, error)

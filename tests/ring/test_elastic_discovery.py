@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -274,6 +275,26 @@ def test_no_host_in_time_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(LaunchError, match=r"named no host within 0.5 s \(--elastic-timeout\)"):
         driver.run(notes, verbose=False)
     assert ["exited with code 3" in said for said in notes.said] == [True]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "folder", "where", "files"),
+    [([Host("localhost", 2)], None, "", ""),
+     ([Host("localhost", 2), Host("127.0.0.1", 1)], None,
+      " on localhost (2 slots), 127.0.0.1 (1 slot),", ""),
+     ([Host("node1", 2)], "out", " on node1 (2 slots),",
+      "; what process N prints is in out/rank.N too")],
+)  # fmt: skip
+def test_the_first_line_says_what_is_started_where(monkeypatch, hosts, folder, where, files):
+    discovery = Discovery(None, hosts=hosts)
+    driver = Driver(["a", "b\nc"], Rules(2, 1), discovery, "gloo", {}, Reach("false"))
+    monkeypatch.setattr(driver, "_open", Mock(side_effect=LaunchError("that is enough")))
+    notes = Notes()
+    notes.directory = folder
+    with pytest.raises(LaunchError, match="enough"):
+        driver.run(notes, verbose=True)
+    start = "2 ranks at first, at least 1,"
+    assert notes.said == [f"{start}{where} over gloo: a 'b c'{files}"]
 
 
 class Starting:

@@ -114,8 +114,9 @@ def test_descriptors_that_are_too_few_to_start_anything_are_told_of(elastic: lis
 
 
 @needs_torch
+@pytest.mark.parametrize("elastic", [[], ["--min-np", "2"]], ids=["fixed", "elastic"])
 @pytest.mark.parametrize("stream", [1, 2])
-def test_a_full_disk_does_not_end_the_job(stream: int, tmp_path: Path) -> None:
+def test_a_full_disk_does_not_end_the_job(stream: int, elastic: list[str], tmp_path: Path) -> None:
     code = (
         "import os\nfor _ in range(50): os.write(%d, b'x' * 99 + b'\\n')\nos.write(%d, b'here\\n')"
     )
@@ -123,7 +124,7 @@ def test_a_full_disk_does_not_end_the_job(stream: int, tmp_path: Path) -> None:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         pipes["stdout" if stream == 1 else "stderr"] = full.fileno()
         done = subprocess.run(
-            [*RUN, "-np", "2", "--no-prefix", *PYTHON, code % (stream, 3 - stream)],
+            [*RUN, "-np", "2", *elastic, "--no-prefix", *PYTHON, code % (stream, 3 - stream)],
             text=True,
             timeout=DEADLINE,
             check=False,
@@ -144,11 +145,14 @@ def test_a_full_disk_does_not_end_the_job(stream: int, tmp_path: Path) -> None:
 
 
 @needs_torch
-def test_a_full_disk_under_the_files_does_not_end_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elastic", [[], ["--min-np", "2"]], ids=["fixed", "elastic"])
+def test_a_full_disk_under_the_files_does_not_end_the_job(
+    elastic: list[str], tmp_path: Path
+) -> None:
     code = "import os\nfor _ in range(50): os.write(1, b'x' * 99 + b'\\n')"
     files = ["--output-filename", str(tmp_path / "out")]
     done = subprocess.run(
-        [*RUN, "-np", "2", "--no-prefix", *files, *PYTHON, code],
+        [*RUN, "-np", "2", *elastic, "--no-prefix", *files, *PYTHON, code],
         capture_output=True,
         text=True,
         timeout=DEADLINE,
