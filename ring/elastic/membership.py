@@ -182,6 +182,8 @@ class Membership:
         if self._stopped is not None:  # only the launcher waits for those
             return [m.number for m in self.members.values() if not m.ended and m.limit is None]
         ranked, newcomers = self._ranked(), [m for m in self._present() if m.rank is None]
+        if self._finished is not None:  # nor can any that is done
+            return [m.number for m in ranked if not m.asked and m.limit is None]
         alone = len(ranked) == 1 and any(m.asked for m in newcomers)
         if not alone and not self._resetting():
             ranked = [m for m in ranked if not m.met]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from ringlet.ring.launch.rank_table import RankTable
 from ringlet.ring.launch.signed_pickle import leave_parcels
 from ringlet.ring.launch.start import listen_for_wrappers
 from ringlet.ring.launch.termination import Termination
+from ringlet.ring.launch.unanswered import Unanswered
 from ringlet.ring.processes.output import Printer
 from ringlet.ring.processes.signals import Signals
 from ringlet.ring.wire.kv_store import KvStore
@@ -122,6 +124,7 @@ class Job:
         self._failure = FailureReport(self._rank_table, self.kv_store, site.several, mpi)
         self._absence = Absence(self._rank_table, self.kv_store, self._plan.pmi, self._failure)
         self._helpers = Helpers(site, self._rank_table)
+        self._unanswered = Unanswered(self._rank_table, self.printer, self._plan.silence)
         self._ending = Termination(self._rank_table, self._failure, self.printer, grace)
 
     def run(self, parcels: Mapping[str, bytes] | None = None) -> Outcome:
@@ -190,6 +193,7 @@ class Job:
         self._rank_table.serve(ready)
         self.kv_store.serve(ready)
         self._absence.look()
+        self._unanswered.look(time.monotonic())
         self._ending.judge()
         self._helpers.check()
         try:
@@ -201,7 +205,11 @@ class Job:
         sources = [self._signals.fileno(), *self._listener.sources()]
         if self._helpers.noise is not None:
             sources.append(self._helpers.noise.fileno())
-        times = (self._ending.patience(), self._listener.patience())
+        times = (
+            self._ending.patience(),
+            self._listener.patience(),
+            self._unanswered.patience(time.monotonic()),
+        )
         seconds = min((time for time in times if time is not None), default=None)
         return self._rank_table.wait(sources, self.kv_store, seconds)
 

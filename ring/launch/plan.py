@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ringlet.ring.control import pulse
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.forwarding import forwarded, without_credentials
 from ringlet.ring.hosts.hosts import Host
@@ -25,8 +26,9 @@ class Plan:
     """``command`` as ``size`` ranks at ``site``; the arguments are those of ``launch``.
 
     ``remark`` is something to say about the ``transport``; ``remote_env`` is what ranks on other
-    hosts find of this process's environment; ``pmi`` answers MPI if nobody else does. Raises
-    LaunchError or TransportUnavailable.
+    hosts find of this process's environment; ``pmi`` answers MPI if nobody else does; ``silence``
+    is after how many seconds without a sign of life a rank is frozen. Raises LaunchError or
+    TransportUnavailable.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Plan:
         self._env = {**os.environ, **env}
         try:
             check(self._env)
+            self.silence = pulse.seconds_from(self._env)
         except ValueError as error:
             raise LaunchError(str(error)) from None
         self.size, self.command = np, list(command)

@@ -106,6 +106,17 @@ def test_a_job_that_has_finished_waits_for_nobody_who_is_still_to_come():
     assert members.decide(2.0).over == (0, "")
 
 
+def test_who_is_left_when_others_have_finished_is_late():
+    """A frozen wrapper was waited for without end, as no rank was left to miss it."""
+    members = running(TWO[:1])
+    assert members.late() == []
+    members.ended(0, 0, "exited with code 0", 1.0)
+    assert members.late() == [1]
+    members.silent(1, 6.0)
+    assert members.late() == []
+    assert [m.number for m in members.decide(6.0 + FENCE).kill] == [1]
+
+
 def test_a_cause_takes_the_place_of_an_effect():
     members = running(min_np=4)
     members.ended(0, LOST_PEER, "lost another rank", 1.0)
