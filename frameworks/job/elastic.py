@@ -19,19 +19,21 @@ import numpy as np
 
 from ringlet.fusion import Request
 from ringlet.fusion.errors import EngineClosed
-from ringlet.job import json_exchange, objects, session, topology
-from ringlet.job.process_sets import InvalidArgument, global_process_set
+from ringlet.job import objects, session, topology
+from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.residual_copies import Copies, Holder, refuse_sets
 from ringlet.ring.callers import outside
 from ringlet.ring.collectives.checksum import checksum
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.errors import PeerLost, RingError
+from ringlet.ring.errors import PeerLost, ProtocolError, RingError
 from ringlet.ring.rendezvous import epochs
 
 __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "run"]
 
 log = logging.getLogger("ringlet")
 R = TypeVar("R")
+_NAMES = 2  # by which a rank knows its state, at most
+_SHOWN = 60  # characters of what was not expected
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -287,9 +289,9 @@ def run(
 
     With ``resume="step"`` only the step in which ranks were lost is done again, if all survivors
     still hold the same state. If they differ, because some had finished the step, they go back to
-    the commit. The function may then begin at any step, so the state has to hold all that counts
-    steps or batches. Compressors' memory is copied before each step. Raises TypeError for a state
-    that cannot do this.
+    the commit. Reset callbacks are called behind that. The function may then begin at any step, so
+    the state has to hold all that counts steps or batches. Compressors' memory is copied before
+    each step. Raises TypeError for a state that cannot do this.
 
     With ``redundancy=1`` another rank keeps a copy of each rank's residuals, as they are at each
     commit. The copy travels during the steps that follow. It is as large as the gradients in
@@ -350,7 +352,8 @@ class _Training:
         self._keeps = resume == "step" and self.elastic
         self._joined = False  # whether ranks have met, and others have to number them anew
         self._common = False  # whether all have had one state
-        self._own: str | None = None  # a fingerprint of what this rank goes on with, where it can
+        self._own: list[str] = []  # names of the state that this rank goes on with, if it can
+        self._agreed: list[str] = []  # its name among survivors that have not all joined yet
         self._copies: Copies | None = None
         if resume == "step":
             state.keep_steps()
@@ -363,16 +366,34 @@ class _Training:
         """Let all ranks that there are now have one state. Collective."""
         again, self._joined = self._joined, True
         if again:
-            session.init_again()
+            told = session.init_again(self._own).states
+            if self._keeps:
+                self._go_back_unless_alike(told)  # first: it would undo what callbacks do
             self._state.on_reset()
-        if self._keeps:
-            _go_back_unless_alike(self._state, self._own)
         self._state.sync()
         if self.elastic and not self._common:
             epochs.tell_known()
-        self._own, self._common = None, True
+        self._own, self._agreed, self._common = [], [], True
         if self._copies is not None:
             _share(self._state, self._copies)
+
+    def _go_back_unless_alike(self, told: Sequence[Any]) -> None:
+        """Go back to the last commit where survivors hold different states.
+
+        ``told`` are, by rank, the names of each one's. One in common is enough: if ranks were lost
+        while they joined, the callbacks of some may have changed what all had agreed on.
+        """
+        states = _checked_names(told)
+        common: set[str] = set.intersection(*states) if states else set()
+        own, self._own, self._agreed = self._own, [], []
+        if states and not own:
+            return  # it takes over what the others have
+        self._agreed = [min(common, default=f"epoch {epochs.present()}")]
+        if common:
+            log.info("survivors hold the same state: on from the step at hand")
+        elif states:
+            log.info("survivors hold different states: back to the last commit")
+            self._state.restore()
 
     def leave(self) -> None:
         """End what travels beside the steps. Collective."""
@@ -384,7 +405,8 @@ class _Training:
         others = _by_others(error)
         if self._keeps and others:
             self._state.take_back()
-            self._own = _fingerprint(self._state.content()) if self._common else None
+            if self._common:
+                self._own = [*self._agreed, _fingerprint(self._state.content())]
         elif session.is_initialized():
             self._state.restore()
         if not self.elastic or not others:
@@ -428,25 +450,19 @@ def _share(state: State, copies: Copies) -> None:
     copies.report()
 
 
-def _go_back_unless_alike(state: State, own: str | None) -> None:
-    """Go back to the last commit where survivors hold different states. Collective.
+def _checked_names(told: Sequence[Any]) -> list[set[str]]:
+    """Return what ranks told by which names they know their states, of those that have one.
 
-    ``own`` is the fingerprint of this rank's, None where it has nothing to go on with.
+    Raises ProtocolError, the same on every rank, where one told something else.
     """
-    found = json_exchange.gather(
-        own,
-        "elastic.state",
-        global_process_set,
-        "a fingerprint",
-        lambda told: told is None or isinstance(told, str),
-    )
-    held = {told for told in found if told is not None}
-    if len(held) > 1:
-        log.info("survivors hold different states: back to the last commit")
-        if own is not None:
-            state.restore()
-    elif held:
-        log.info("survivors hold the same state: on from the step at hand")
+    for rank, names in enumerate(told):
+        fits = isinstance(names, list) and len(names) <= _NAMES
+        if not fits or not all(isinstance(name, str) for name in names):
+            raise ProtocolError(
+                f"elastic.state: rank {rank} sent {repr(names)[:_SHOWN]} where fingerprints are "
+                "expected; do all ranks run the same program and the same version of Ringlet?"
+            )
+    return [set(names) for names in told if names]
 
 
 def _fingerprint(content: Any) -> str:

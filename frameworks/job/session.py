@@ -52,16 +52,22 @@ class Runtime:
     ``limits`` and ``wishes`` are rank 0's on every rank: "measure" asks for a measurement of the
     link between hosts, "hierarchical" for allreduces over two levels, "staged" for tensors on a GPU
     to go through host memory even over NCCL, "network" for a look at the network, for metrics.
+    ``holds`` names the state of training that this rank brings to an elastic job's next epoch.
     """
 
     def __init__(
-        self, comm: Communicator, limits: Limits, wishes: Collection[str] = frozenset()
+        self,
+        comm: Communicator,
+        limits: Limits,
+        wishes: Collection[str] = frozenset(),
+        holds: Sequence[str] = (),
     ) -> None:
         self.rank, self.size, self.transport = comm.rank, comm.size, comm.base.name
-        own = [socket.gethostname(), os.environ.get("RINGLET_NODE"), WIRE_VERSION]
-        told_by_all = map(json.loads, comm.allgather_bytes(json.dumps(own).encode()))
-        names, nodes, versions = zip(*told_by_all, strict=True)
-        check_wire_versions(versions)
+        own = [socket.gethostname(), os.environ.get("RINGLET_NODE"), WIRE_VERSION, list(holds)]
+        told_by_all = [json.loads(told) for told in comm.allgather_bytes(json.dumps(own).encode())]
+        check_wire_versions([told[2] for told in told_by_all])  # others may tell less, or more
+        names, nodes, _, states = zip(*told_by_all, strict=True)
+        self.states: tuple[Any, ...] = states  # what each rank ``holds``; unchecked
         places = zip(names, nodes, strict=True)
         hosts = [name if node is None else f"{name}/{node}" for name, node in places]
         self.topology = Topology.from_hosts(self.rank, hosts, names)
@@ -183,6 +189,7 @@ def init(
     comm: Communicator | None = None,
     autotune: bool | str | None = None,
     join_divisor: str | None = None,
+    holds: Sequence[str] = (),
 ) -> Runtime:
     """Connect with the other ranks and start the engine; a second call changes nothing.
 
@@ -190,7 +197,7 @@ def init(
     without a launcher there is one rank. ``transport`` ("mpi", "gloo") overrides, or a ``comm``
     that exists. ``autotune`` and ``join_divisor`` stand for RINGLET_AUTOTUNE and
     RINGLET_JOIN_DIVISOR. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL, sets the level of logger
-    "ringlet".
+    "ringlet". ``holds`` is for the Runtime.
 
     Raises LaunchError when launcher and transport disagree on the size, or in a process that was
     started from one that had called this; TransportUnavailable when something is not installed;
@@ -217,7 +224,7 @@ def init(
     level = level_from(os.environ)
     if comm is None and is_elastic() and not _joined and (specs := told_specs()) is not None:
         warm_up(specs)
-    runtime, in_thread = _met(transport, comm, limits, wishes, level)
+    runtime, in_thread = _met(transport, comm, limits, wishes, level, holds)
     if comm is None:
         _asked = transport, autotune, join_divisor
         _joined = True
@@ -258,6 +265,7 @@ def _met(
     limits: Limits,
     wishes: Collection[str],
     level: int | None,
+    holds: Sequence[str],
 ) -> tuple[Runtime, bool]:
     """Connect, unless a communicator is ``given``, and meet the other ranks.
 
@@ -269,7 +277,7 @@ def _met(
         in_thread = isinstance(comm, LocalCommunicator) and comm is this_thread()
         show(level, None if in_thread else comm.rank)
         try:
-            runtime = Runtime(comm, limits, wishes)
+            runtime = Runtime(comm, limits, wishes, holds)
         except BaseException as error:
             if not in_thread:
                 comm.close()  # others wait for this rank
@@ -284,12 +292,15 @@ def _met(
         return runtime, in_thread
 
 
-def init_again() -> Runtime:
-    """Leave, and join anew as ``init`` was called last: in an elastic job, with another rank."""
+def init_again(holds: Sequence[str] = ()) -> Runtime:
+    """Leave, and join anew as ``init`` was called last: in an elastic job, with another rank.
+
+    All ranks learn what each ``holds`` as they meet, before their programs can do anything.
+    """
     before = _current()
     shutdown()
     transport, autotune, join_divisor = _asked
-    runtime = init(transport, None, autotune, join_divisor)
+    runtime = init(transport, None, autotune, join_divisor, holds)
     if before is not None:
         runtime.lasting = before.lasting
     return runtime

@@ -20,7 +20,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from ringlet.compressors import parse
 from ringlet.job import elastic, warm_up
-from ringlet.ring.errors import PeerLost
+from ringlet.ring.errors import PeerLost, ProtocolError
 
 pytest.importorskip("torch")
 
@@ -66,7 +66,11 @@ def jobs(tmp_path_factory):
         ),
         "different": (
             ["-np", "3", "--min-np", "2"],
-            {"do": {"1": [25, "SIGKILL"]}, "resume": "step", "own": True},
+            {"do": {"1": [25, "SIGKILL"]}, "resume": "step", "own": True, "rate": True},
+        ),
+        "called": (
+            ["-np", "4", "--min-np", "2"],
+            {"do": {"1": [25, "SIGKILL"]}, "resume": "step", "rate": True, "called": [3, 2]},
         ),
         "torn": (
             ["-np", "3", "--min-np", "2"],
@@ -202,6 +206,69 @@ def test_survivors_that_differ_go_back_to_the_commit(jobs):
         after = next(x["residual"] for x in own if x.get("size") == 2)
         assert after == pytest.approx(committed, rel=1e-6)
     assert [line["equal"] for line in lines if "done" in line] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["different", "called"])
+def test_a_learning_rate_that_a_reset_callback_sets_stays(jobs, name):
+    _, lines = jobs(name)
+    sizes = [line["size"] for line in begun(lines)]
+    assert set(sizes) == {2, 3 if name == "different" else 4}
+    rates = [line["rate"] for line in begun(lines)]
+    assert rates == pytest.approx([0.01 * size for size in sizes])
+
+
+def test_survivors_do_not_differ_by_what_callbacks_of_some_of_them_did(jobs):
+    done, lines = jobs("called")
+    assert done.returncode == 0, done.stderr
+    assert "epoch 2: 3 ranks" in done.stderr  # of which one is killed in its callback
+    assert epochs(lines) == [(4, 0), (2, 25)]
+    assert [line["equal"] for line in lines if "done" in line] == [True, True]
+
+
+def survivor(own):
+    """Return what joins others for a rank that holds ``own``, and its state, at batch 3."""
+    state = elastic.ObjectState(batch=1)
+    state.batch = 3
+    training = elastic._Training(state, "step", 0)
+    training._own = own
+    return training, state
+
+
+@pytest.mark.parametrize(
+    ("told", "batch", "agreed"),
+    [
+        ([["a"], ["a"], []], 3, ["a"]),  # the last one is new
+        ([["a"], ["b"]], 1, ["epoch 7"]),
+        ([["b", "a"], ["a"]], 3, ["a"]),  # a callback has made "b" of "a"
+        ([["a", "b"], ["c", "b"]], 3, ["b"]),  # others have joined, and one has not
+        ([["a", "b"], ["a", "b"]], 3, ["a"]),
+        ([["a", "b"], ["a"], ["b"]], 1, ["epoch 7"]),
+    ],
+)
+def test_survivors_go_back_unless_they_know_their_state_by_one_name(
+    monkeypatch, told, batch, agreed
+):
+    monkeypatch.setattr(elastic.epochs, "present", lambda: 7)
+    for names in told:
+        training, state = survivor(names)
+        training._go_back_unless_alike(told)
+        assert (state.batch, training._agreed) == ((batch, agreed) if names else (3, []))
+        assert training._own == []
+
+
+def test_survivors_that_hosts_interrupted_agree_on_where_they_are(monkeypatch):
+    monkeypatch.setattr(elastic.epochs, "present", lambda: 7)
+    training, state = survivor([])
+    training._go_back_unless_alike([[], []])
+    assert (state.batch, training._agreed) == (3, ["epoch 7"])
+
+
+@pytest.mark.parametrize("wrong", [None, "a", {"a": 1}, [1], [["a"]], ["a"] * 3, 5])
+def test_a_rank_that_tells_no_fingerprints_is_named(wrong):
+    training, state = survivor(["a"])
+    with pytest.raises(ProtocolError, match=r"rank 1 sent .* where fingerprints are expected"):
+        training._go_back_unless_alike([["a"], wrong])
+    assert state.batch == 3
 
 
 def test_survivors_go_back_to_one_commit_where_one_alone_has_done_the_step_before(jobs):

@@ -19,9 +19,10 @@ FLAGS = ["-np", "4", "--min-np", "3", "-H", "localhost:2,127.0.0.1:2"]
 FLAGS += ["--blacklist-cooldown-range", "1", "1"]
 
 
-def job(flags=FLAGS, **plan):
+def job(flags=FLAGS, **added):
     launch = [sys.executable, "-m", "ringlet", "run", "--no-prefix", *flags]
-    plan = {"batches": 40, "until": 4, "do": {"1": 25}, "again": True} | plan
+    plan = {"batches": 40, "until": 4, "do": {"1": 25}, "again": True, "resume": "commit"}
+    plan |= {"own": False} | added
     done = subprocess.run(
         [*launch, sys.executable, str(WORKER), json.dumps(plan)],
         env=os.environ, capture_output=True, text=True, timeout=300, check=False,
@@ -29,11 +30,13 @@ def job(flags=FLAGS, **plan):
     return done, [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_a_process_set_is_added_again_by_a_callback():
-    done, lines = job()
+@pytest.mark.parametrize("resume", ["commit", "step"])
+def test_a_process_set_is_added_again_by_a_callback(resume):
+    done, lines = job(resume=resume, own=True)
     assert done.returncode == 0, done.stderr
     begun = [line for line in lines if "begins" in line]
     assert [line["size"] for line in begun] == [4] * 4 + [3] * 3 + [4] * 4
+    assert [line["begins"] for line in begun[4:7]] == [20] * 3
     last = [line for line in lines if "done" in line]
     assert {(line["rank"], line["equal"]) for line in last} == {
         (0, True), (1, True), (2, None), (3, None),
@@ -54,8 +57,9 @@ def test_a_process_set_is_added_again_by_a_callback():
     assert sum("refused" in line for line in lines) == 5
 
 
-def test_a_process_set_that_is_not_added_again_is_named():
-    done, lines = job(again=False)
+@pytest.mark.parametrize("resume", ["commit", "step"])
+def test_a_process_set_that_is_not_added_again_is_named(resume):
+    done, lines = job(again=False, resume=resume)
     assert done.returncode == 1, done.stderr
     assert not [line for line in lines if "done" in line]
     said = "ProcessSet(process_set_id=None, ranks=[0, 1], mpi_comm=None) is not registered; pass it"

@@ -12,7 +12,10 @@ kill itself; ``freeze``: the first rank that stops when it hears that hosts have
 ``seated``: the one that stops when it has a rank of epoch 2, before it meets the others;
 ``joining``: the one that is sent a signal, which is named too, when it has met them there, and is
 to join the control plane; ``torn``: [batch, fails, dies], the step in which the latter kills itself
-when others than the former have finished it, and are to commit, of which they tell by ``fifo``.
+when others than the former have finished it, and are to commit, of which they tell by ``fifo``;
+``rate``: whether a reset callback sets the learning rate by the number of ranks; ``called``:
+[waits, dies], the first ranks of which the latter kills itself in its first such callback, when
+others than the former have been through theirs.
 """
 
 import json
@@ -118,6 +121,23 @@ if framework == "torch":
     state = hvd.elastic.TorchState(model, optimizer, batch=0, own=None)
     reducer, named = optimizer._ringlet, dict(model.named_parameters())
 
+    def set_rate():
+        optimizer.param_groups[0]["lr"] = 0.01 * hvd.size()
+
+    def call_back():
+        waits, dies = plan.get("called", (None, None))
+        if started == waits:
+            hvd.barrier()
+        set_rate()
+        if started == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if waits is not None and started != waits:
+            hvd.barrier()
+
+    if plan.get("rate"):
+        set_rate()
+        state.register_reset_callbacks([call_back])
+
     if str(started) in plan.get("die", {}):
         method, epoch, batch = plan["die"][str(started)]
         kept = getattr(Copies, method)
@@ -145,7 +165,7 @@ if framework == "torch":
     def train(state):
         norm, stale = held_back(), any(p.grad is not None for p in model.parameters())
         begins = {"rank": hvd.rank(), "size": hvd.size(), "batch": state.batch, "owed": owed()}
-        tell(**begins, residual=norm, stale=stale)
+        tell(**begins, residual=norm, stale=stale, rate=optimizer.param_groups[0]["lr"])
         if plan.get("own"):
             state.own = started
         draw = torch.Generator().manual_seed(hvd.rank())

@@ -2,7 +2,8 @@
 
 PLAN is a JSON object: how many ``batches``; ``until`` there are so many ranks; ``do``: by the rank
 that a process had at its start, the batch at which it kills itself; ``again``: whether the process
-set is added again for other ranks.
+set is added again for other ranks; ``resume``: "commit" or "step"; ``own``: whether each rank's
+state holds something of its own.
 """
 
 import json
@@ -45,15 +46,17 @@ optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(),
     "topk(ratio=0.1) | ef", process_set=pair,
 )  # fmt: skip
-state = hvd.elastic.TorchState(model, optimizer, batch=0)
+state = hvd.elastic.TorchState(model, optimizer, batch=0, own=None)
 if plan["again"]:
     state.register_reset_callbacks([lambda: hvd.add_process_set(pair)])
 
 
-@hvd.elastic.run
+@hvd.elastic.run(resume=plan["resume"])
 def train(state):
     norm = optimizer.residual_norm()
     tell(begins=state.batch, size=hvd.size(), residual=norm)
+    if plan["own"]:
+        state.own = started
     draw = torch.Generator().manual_seed(hvd.rank())
     while state.batch < plan["batches"] or hvd.size() != plan["until"]:
         if plan["do"].get(str(started)) == state.batch:

@@ -58,14 +58,14 @@ class TorchState(ObjectState):
         for content in self._saved.values():
             if isinstance(content, dict) and isinstance(kept := content.get(STATE_KEY), dict):
                 kept.update(rank=rank(), size=size())
+        for holder, among in zip(self.holders(), self._among, strict=False):
+            holder.memory.among, holder.memory.reduced = among, 0
         super().restore()
         for hook in self._memories():
             if hook in self._hooks:
                 hook.memory.take_back()
                 with at_work():
                     self._hooks[hook].restore(hook.memory.states, counters=True)
-        for holder, among in zip(self.holders(), self._among, strict=False):
-            holder.memory.among, holder.memory.reduced = among, 0
 
     def holders(self) -> Sequence[Reducer | HookMemory]:
         """Return the reducers of the optimizers, and what DDP hooks remember of the models."""
@@ -110,6 +110,8 @@ class TorchState(ObjectState):
         In an elastic job, what a rank has done alone since ranks agreed last (DiLoCo) stays.
         """
         kept = []
+        if is_elastic():
+            self._refuse_lost_sets()
         for reducer in self._reducers() if is_elastic() else []:
             reducer.take_back()  # a step that was under way where another optimizer's was committed
         if self._synchronised and is_elastic():
@@ -159,6 +161,15 @@ class TorchState(ObjectState):
         """Return the models whose hooks' memory outlives the hooks: in an elastic job, all."""
         values = [getattr(self, name) for name in self._names] if is_elastic() else []
         return [value for value in values if isinstance(value, torch.nn.Module)]
+
+    def _refuse_lost_sets(self) -> None:
+        """Raise InvalidArgument for a process set that was not added again.
+
+        Before anything is sent: a rank that finds out later, or never, would wait for newcomers
+        that wait for it to add the set.
+        """
+        for holder in self.holders():
+            holder.process_set.size()
 
     def _forget_gradients(self) -> None:
         """Clear gradients: some are sums already, others are not, and backward adds to them."""

@@ -158,7 +158,9 @@ class ParameterMemory(Memory):
         if kept is not None:
             kept = checkpoint.renamed(kept, self.parameters)
         then = self._predivided(kept)
-        where, how = (self.states, kept, rank, size), (self.averages, self._size(), then)
+        # In an elastic job a process set may not be there again yet: then it is of those before.
+        among, averages, _ = self._reduction
+        where, how = (self.states, kept, rank, size), (averages, among, then)
         step = checkpoint.restore(*where, self._tensors(), *how)
         self._convert(then)
         ours = kept is not None and is_own(kept, rank, size)
