@@ -259,7 +259,7 @@ def test_a_later_epoch_goes_on_without_what_it_cannot_record(monkeypatch, tmp_pa
         for name, value in named.items():
             with monkeypatch.context() as patch:
                 patch.setenv(name, value)
-                with pytest.raises(OSError, match="exist|cannot be served"):
+                with pytest.raises(OSError, match=r"exist|cannot be served"):
                     ranks(1, lambda rank: None)
         for name, value in named.items():
             monkeypatch.setenv(name, value)
