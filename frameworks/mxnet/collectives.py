@@ -30,6 +30,7 @@ from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.requests import (
     check_scatter,
     check_splits,
+    refuse_one,
 )
 
 
@@ -85,6 +86,7 @@ def grouped_allreduce(
 
     No tensors give an empty list at once, as in Horovod's module for MXNet, here and in the others.
     """
+    refuse_one(tensors, "allreduce")
     return _reduced(list(tensors), Reduction.among(locals())) if tensors else []
 
 
@@ -101,6 +103,7 @@ def grouped_allreduce_(
     compression: Spec = None,
 ) -> list[Any]:
     """Combine tensors over all ranks together, in place, and return them."""
+    refuse_one(tensors, "allreduce")
     return _reduced_in_place(list(tensors), Reduction.among(locals())) if tensors else []
 
 
@@ -121,6 +124,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Gather several tensors, all together or none."""
+    refuse_one(tensors, "allgather")
     return _gathered(list(tensors), name, process_set) if tensors else []
 
 
@@ -201,6 +205,7 @@ def grouped_reducescatter(
     compression: Spec = None,
 ) -> list[Any]:
     """Reduce-scatter several tensors, all of them together or none."""
+    refuse_one(tensors, "reducescatter")
     return _scattered(list(tensors), Reduction.among(locals())) if tensors else []
 
 

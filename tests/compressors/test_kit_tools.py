@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
-from ringlet.compressors import Int8
+from ringlet.compressors import Int8, parse
 from ringlet.compressors.testing import CheckFailed, check_command, simulate
 from ringlet.compressors.testing.catalogue import all_checks
 from ringlet.compressors.testing.tools import inputs, named_check, other_process, other_time
 from ringlet.compressors.testing.tools.examples import for_all
 from ringlet.compressors.testing.tools.other_process import OtherProcess
 from ringlet.compressors.testing.tools.patience import given_up_after
+from ringlet.compressors.testing.tools.simulate import summed
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -107,6 +109,15 @@ def test_what_an_example_is_made_of_may_be_written_to_by_nobody_else():
 
     for_all(inputs.vectors(), body)
     assert not any((x == 7).any() for x in inputs.vectors() if x.size > 80)
+
+
+def test_sums_in_bfloat16_are_rounded_as_transports_do():
+    ours = np.array([1.0, 1.0, 1.0, 1.0078125, np.inf, np.nan, 3e38], np.float32)
+    theirs = np.array([2**-9, 3 * 2**-9, 2**-8, 2**-8, 1.0, 1.0, 3e38], np.float32)
+    sent = [{"values": (x.view(np.uint32) >> 16).astype(np.uint16)} for x in (ours, theirs)]
+    total = summed(parse("bf16"), sent, ours.size)["values"].astype(np.uint32) << 16
+    expected = [1.0, 1.0078125, 1.0, 1.015625, np.inf, np.nan, np.inf]  # ties go to even
+    assert_array_equal(total.view(np.float32), np.array(expected, np.float32))
 
 
 def test_another_process_hashes_otherwise(other):

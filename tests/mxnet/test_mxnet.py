@@ -104,6 +104,8 @@ def main():
     grouped = (hvd.grouped_allreduce, hvd.grouped_allreduce_, hvd.grouped_allgather)
     for each in (*grouped, hvd.grouped_reducescatter):
         assert each([]) == []  # as a network without parameters of one's own asks for
+        with pytest.raises(TypeError, match="takes a list of tensors, not one of the tensors"):
+            each(ones((2, 3)))
     assert [each.shape for each in hvd.grouped_allgather([ones(1), ones((1, 2))])] == [(2,), (2, 2)]
     assert hvd.allgather_object(rank) == [0, 1]
     hvd.barrier()

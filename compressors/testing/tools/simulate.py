@@ -179,10 +179,12 @@ def summed(compressor: Compressor, payloads: Sequence[Payload], n: int) -> Paylo
     for name, dtype, _ in compressor.layout(n):
         arrays = [payload[name] for payload in payloads]
         if dtype == "bfloat16":
-            wide = sum((a.astype(np.uint32) << 16).view(np.float32) for a in arrays)
-            total[name] = (np.asarray(wide, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-            if len(arrays) == 1:
-                total[name] = arrays[0]
+            with np.errstate(over="ignore"):
+                wide = sum((a.astype(np.uint32) << 16).view(np.float32) for a in arrays)
+            bits = np.asarray(wide, np.float32).view(np.uint32)
+            # To the nearest, ties to even; a NaN or an infinity stays what it is.
+            up = np.where(np.isfinite(wide), 0x7FFF + (bits >> 16 & 1), 0).astype(np.uint32)
+            total[name] = ((bits + up) >> 16).astype(np.uint16)
         else:
             wide = np.sum([a.astype(np.float64) for a in arrays], axis=0)
             with np.errstate(over="ignore"):
