@@ -84,6 +84,7 @@ class Termination:
                 if rank.channel is not None and rank.channel.silence() >= SILENT:
                     self._rank_table.lose(rank)  # a host that is gone ends nothing
             if time.monotonic() >= self._kill_at:
+                self._say_who_is_killed()
                 self._kill()
 
     def break_off(self) -> None:
@@ -122,6 +123,17 @@ class Termination:
             self._rank_table.give_up_missing()
             if not self.forwarded:  # otherwise they know, and may be saving their work
                 self._rank_table.signal(signal.SIGTERM, spared=self._failure.first)
+
+    def _say_who_is_killed(self) -> None:
+        running = [rank for rank in self._rank_table.ranks if rank.code is None and not rank.done]
+        if self.killed or not running:
+            return
+        many = len(running) > 1
+        after = "the first failure" if self.forwarded else "SIGTERM"
+        self._printer.note(
+            f"killing rank{'s' * many} {', '.join(str(rank.number) for rank in running)}, which"
+            f" {'have' if many else 'has'} not ended within {self._grace:g} s of {after}"
+        )
 
     def _kill(self) -> None:
         if self.killed:

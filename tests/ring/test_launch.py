@@ -214,6 +214,7 @@ def test_whoever_ignores_the_request_to_end_is_killed(ringlet: Launcher, tmp_pat
     returned, _, err = running.end()
     assert returned == 7
     assert b"rank 0 exited with code 7; ending the other ranks" in err
+    assert b"killing rank 1, which has not ended within 0.2 s of SIGTERM\n" in err
 
 
 @pytest.mark.parametrize("code", [0, 5])
