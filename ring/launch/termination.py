@@ -9,6 +9,7 @@ from ringlet.ring.launch.failure_report import FailureReport
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.processes.output import Printer
 
+SAVING = 30.0  # seconds for those that a signal asked to end, once another rank has failed
 NOTICE = 2.0  # seconds in which those that lost another rank may raise and leave by themselves
 STUCK = 5.0  # seconds after SIGKILL until a rank that cannot be killed is given up
 SILENT = 5.0  # seconds in which nothing comes from a host until its ranks are not waited for
@@ -19,6 +20,7 @@ class Termination:
     """Ends what is left of the ranks of ``rank_table`` once ``failure`` is known.
 
     The others first have NOTICE seconds to find out themselves, and ``grace`` ones after SIGTERM.
+    Where the user's signal was passed on they have SAVING seconds: they may be saving their work.
 
     ``forwarded`` are the signals that were passed on, ``killed`` tells whether SIGKILL was sent.
     """
@@ -119,9 +121,11 @@ class Termination:
 
     def _end_others(self) -> None:
         if self._kill_at is None:
+            if self.forwarded:
+                self._grace = max(self._grace, SAVING)
             self._kill_at = time.monotonic() + self._grace
             self._rank_table.give_up_missing()
-            if not self.forwarded:  # otherwise they know, and may be saving their work
+            if not self.forwarded:  # otherwise they know
                 self._rank_table.signal(signal.SIGTERM, spared=self._failure.first)
 
     def _say_who_is_killed(self) -> None:

@@ -15,10 +15,11 @@ import pytest
 
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.launch import failure_report, rank_table, start
+from ringlet.ring.launch import termination as ending_of
 from ringlet.ring.launch.failure_report import FailureReport
 from ringlet.ring.launch.rank_table import CAUSE_NS, LEAVING_NS, Rank, RankTable
 from ringlet.ring.launch.start import Started
-from ringlet.ring.launch.termination import Termination
+from ringlet.ring.launch.termination import NOTICE, SAVING, Termination
 from ringlet.ring.processes.output import Printer
 from ringlet.ring.rendezvous.loss_report import LossReport, leaving_name, loss_report_name
 from ringlet.ring.wire.kv_store import KvStore, Op
@@ -144,6 +145,32 @@ def test_a_manager_that_ends_between_two_looks_is_still_told_of() -> None:
     termination.judge()
     assert termination.explained
     assert failure.reason() == "mpiexec ended every rank with code 5, as after MPI_Abort"
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(True, SAVING), (False, NOTICE + 5.0)])
+def test_who_was_asked_to_end_may_save_though_others_have_died_of_it(
+    monkeypatch: pytest.MonkeyPatch, asked: bool, seconds: float
+) -> None:
+    now, said = [100.0], list[str]()
+    monkeypatch.setattr(Printer, "note", lambda _, text: said.append(text))
+    monkeypatch.setattr(ending_of, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    channel = cast(Channel, SimpleNamespace(send=lambda *_: None, silence=lambda: 0.0))
+    _, termination = ending(
+        Rank(0, channel=channel), Rank(1, code=-signal.SIGTERM, when=1, done=True)
+    )
+    if asked:
+        termination.forward(signal.SIGTERM)
+    termination.judge()
+    now[0] += NOTICE
+    termination.judge()
+    now[0] = 100.0 + seconds - 0.1
+    termination.judge()
+    assert not termination.killed
+    now[0] += 0.2
+    termination.judge()
+    assert termination.killed
+    after = "30 s of the first failure" if asked else "5 s of SIGTERM"
+    assert said[-1] == f"killing rank 0, which has not ended within {after}"
 
 
 def launched(np: int, transport: str, *program: str) -> tuple[Any, list[str]]:
