@@ -623,8 +623,9 @@ def _rescale(state: State, names: frozenset[str], factor: float, sums: bool = Tr
 
 def _times(value: object, factor: float) -> object:
     if hasattr(value, "shape"):
-        value *= np.float32(factor)  # type: ignore[operator]  # an array, in place
-        return value
+        times = value.copy()  # type: ignore[attr-defined]  # who is refused puts the old one back
+        times *= np.float32(factor)
+        return times
     return value * factor  # type: ignore[operator]  # a number
 
 

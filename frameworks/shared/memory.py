@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -300,6 +300,27 @@ class Undo:
         for name, state in states.items():
             before = self._before.get(name, {})
             _put_back(state, before, frozenset() if counters else _COUNTERS)
+
+
+@contextmanager
+def unchanged_on_error(states: Mapping[str, State]) -> Iterator[None]:
+    """Return a context after which, if it raises, ``states`` hold what they held before it.
+
+    Arrays are put back, and not what was written into them; dicts stay the same objects.
+    """
+    before = {name: _listed(state) for name, state in states.items()}
+    try:
+        yield
+    except BaseException:
+        with at_work():
+            for name, state in states.items():
+                _put_back(state, before[name], frozenset())
+        raise
+
+
+def _listed(state: State) -> State:
+    """Return a copy of ``state``, and of the dicts in it, with the same arrays."""
+    return {key: _listed(v) if isinstance(v, dict) else v for key, v in state.items()}
 
 
 def _copied(state: State, room: State) -> State:

@@ -1443,6 +1443,27 @@ def test_one_rank_that_is_left_gives_back_what_was_held_back(outputs):
     ringlet.run(work, np=1, transport="local")
 
 
+def test_what_rows_are_owed_outlasts_an_overflow():
+    """As where a gradient is dense: what is held back stays where a row is infinite."""
+    rows = np.random.default_rng(0).normal(size=(2, 16)).astype(np.float32)
+    slot, places = Slot("rows", "float32", (10_000, 16), sparse=True), np.array([3, 5])
+
+    def work():
+        hvd.init()
+        reducer = GradientReducer("test", Settings(Router("int8 | ef(decay=0.5)")))
+        reducer.reduce([slot], [rows.copy(), places])
+        kept = reducer.memory.states["rows"]["rows"][places]
+        assert kept.any(axis=1).all()
+        infinite = rows.copy()
+        infinite[0, 1] = np.inf
+        reducer.reduce([slot], [infinite, places])
+        now = reducer.memory.states["rows"]["rows"][places]
+        np.testing.assert_array_equal(now, kept)  # one scale for both rows
+        return True
+
+    assert ringlet.run(work, np=2, transport="local") == [True, True]
+
+
 def test_what_is_owed_to_one_rank_that_is_left_outlasts_an_overflow():
     slot = Slot("w", "float32", (300,))
 

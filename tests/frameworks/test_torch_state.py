@@ -442,6 +442,36 @@ def case_set_compression_carries_residuals_in_their_units():
     assert hvd.replicas_equal(own.state_dict())
 
 
+def case_a_refused_change_leaves_what_is_held_back():
+    """Another spec than on other ranks, where it is set, and where an optimizer is wrapped anew."""
+    own = model()
+    inner = torch.optim.SGD(own.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(inner, own.named_parameters(), "topk(ratio=0.05) | ef")
+    train(own, optimizer, 2)
+
+    def saved():
+        stream = io.BytesIO()
+        torch.save(optimizer.state_dict()["ringlet"], stream)
+        return stream.getvalue()
+
+    kept = saved()
+    other = ("fp16 | ef", "int8 | ef")[hvd.rank() % 2]
+    for refused in (
+        lambda: optimizer.set_compression(other),
+        lambda: hvd.DistributedOptimizer(inner, own.named_parameters(), other),
+    ):
+        with pytest.raises(Mismatch):
+            refused()
+        assert saved() == kept
+        assert optimizer.residual_norm() > 0
+    train(own, optimizer, 2, start=2)
+    assert hvd.replicas_equal(own.state_dict())
+    optimizer.set_compression("fp16 | ef")
+    assert optimizer.residual_norm() > 0
+    train(own, optimizer, 2, start=4)
+    assert hvd.replicas_equal(own.state_dict())
+
+
 def case_residuals_follow_the_predivide_factor():
     """What is held back is of gradients that were divided; it is paid back as it was owed."""
     n = 5000

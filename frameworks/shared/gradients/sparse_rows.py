@@ -8,6 +8,7 @@ import numpy as np
 
 from ringlet.compressors import Compressor, Context, ErrorFeedback, NoCompression, Workspace
 from ringlet.compressors.base.contract import encoded
+from ringlet.compressors.base.feedback import keep_lost, target_into
 from ringlet.compressors.core.context import State
 from ringlet.compressors.core.payload import deserialise, serialise, serialised_size
 from ringlet.fusion import Handle, Request
@@ -224,13 +225,16 @@ class RowExchange:
             if table is None:  # memory that is zero and that nobody has touched costs nothing
                 table = self._state["rows"] = np.zeros(self._shape, np.float32)
             self._before = table[places], places
-            x = x + np.float32(self._feedback.decay) * self._before[0].reshape(-1)
+            kept, target = self._before[0].reshape(-1), np.empty_like(x)
+            target_into(x, kept, self._feedback.decay, target, context)
+            x = target
         payload = encoded(self._inner, x, context)
         if table is not None:
             sent = np.empty_like(x)
             self._inner.decompress(payload, sent, context)
-            lost = x - sent
-            table[places] = np.where(np.isfinite(lost), lost, 0).reshape(-1, *self._shape[1:])
+            residual = kept.copy()  # the rows of before stay what they were
+            keep_lost(x, sent, residual, context)
+            table[places] = residual.reshape(-1, *self._shape[1:])
         data = np.empty(serialised_size(payload), np.uint8)
         serialise(payload, data)
         return data

@@ -7,7 +7,8 @@ checkpoints.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.callers import outside
 from ringlet.ring.dtypes import Array
-from ringlet.shared.memory import Memory, at_work
+from ringlet.shared.memory import Memory, at_work, unchanged_on_error
 from ringlet.shared.residual_store import PREDIVIDE, is_own, predivided, remembered
 from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.optimizer.frozen import is_still
@@ -98,6 +99,17 @@ class ParameterMemory(Memory):
         if lost and current().rank == 0:
             more = f"; and so on of {len(lost) - 1} more" if len(lost) > 1 else ""
             warnings.warn(f"set_compression: {lost[0]}{more}", stacklevel=outside())
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Return a context after which, if it raises, this memory is what it was before it."""
+        kept = self.compressor_of, self.changed, self.loaded, self.loaded_in_common
+        try:
+            with unchanged_on_error(self.states):
+                yield
+        except BaseException:
+            self.compressor_of, self.changed, self.loaded, self.loaded_in_common = kept
+            raise
 
     def follow(self, changed: Router | None) -> None:
         """Go on with the compressors of another rank: what it ``changed`` to, or began with."""

@@ -130,9 +130,10 @@ class Reducer:
         self._engine: Engine | None = None  # in an elastic job: where gradients are declared
         self._begin_epoch("" if self._elastic else self._new_label())
         warn_of_unmatched(options.router, named)
-        self._start = 0 if before is None else self._inherit(before)  # steps before the group's
-        if not self._elastic:
-            self._declare(self._start)
+        with contextlib.nullcontext() if before is None else before.memory.unchanged_on_error():
+            self._start = 0 if before is None else self._inherit(before)  # steps before the group's
+            if not self._elastic:
+                self._declare(self._start)
         self._take_over()
 
     def _begin_epoch(self, label: str) -> None:
@@ -195,11 +196,13 @@ class Reducer:
 
         Residuals carry over to compressors with error feedback, and all that is in units of the
         gradient where nothing but options changes. The first rank warns of what is forgotten.
+        What raises changes nothing.
         """
         self.refuse_mid_step("set_compression")
-        self.memory.change(as_router(compression))
-        if not self._elastic or self._engine is current().engine:
-            self._declare(self.step)
+        with self.memory.unchanged_on_error():
+            self.memory.change(as_router(compression))
+            if not self._elastic or self._engine is current().engine:
+                self._declare(self.step)
 
     def declares(self, compression: Spec | Routes) -> bool:
         """Whether gradients were declared last as ``set_compression`` would declare them."""
@@ -630,11 +633,11 @@ class Reducer:
 
     def _declare(self, step: int) -> None:
         """Declare the gradients, whose schedules go on at ``step``, with the present engine."""
-        runtime = current()
-        self._declared = self.memory.compressors()
+        runtime, all_compressors = current(), self.memory.compressors()
         for name, p in self.parameters.items():
             check(p, f"parameter {name!r}")
         if self._size() == 1 or not self._included:
+            self._declared = all_compressors
             return
         self._handed.places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
         self._place_results()
@@ -647,10 +650,12 @@ class Reducer:
         # Before others know that all have declared: one of them may tell of a change at once.
         self._declarations += 1
         which, ranks = (self._label, self._declarations), self._process_set
-        self._agreement = StepAgreement(runtime, *which, self.memory, ranks)
+        agreement = StepAgreement(runtime, *which, self.memory, ranks)
         early = len(set(runtime.topology.hosts)) > 1  # on one host a bucket more hides no wire
         declared = self._label, requests, compressors, states
-        self._go_on_with(runtime.engine.declare(*declared, step, number, early), runtime)
+        group = runtime.engine.declare(*declared, step, number, early)
+        self._declared, self._agreement = all_compressors, agreement
+        self._go_on_with(group, runtime)
 
     def _request(self, name: str, compressor: Compressor, collective: str) -> Request:
         """Return what is declared of a parameter's gradient."""
