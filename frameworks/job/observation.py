@@ -10,8 +10,10 @@ from typing import Any
 from ringlet.fusion.observe.metrics_control import Recording
 from ringlet.job.session import current
 from ringlet.metrics import destinations
+from ringlet.ring.callers import public
 
 
+@public
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Write what all ranks do from now on to ``file_path``, on rank 0's machine.
 
@@ -22,6 +24,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     current().engine.timelines.start(file_path, mark_cycles)
 
 
+@public
 def stop_timeline() -> None:
     """End the timeline on all ranks; on return, rank 0 finds it merged. ``shutdown`` does so too.
 
@@ -35,6 +38,7 @@ def timeline_span(name: str) -> AbstractContextManager[None]:
     return current().engine.timelines.stretch(name)
 
 
+@public
 def start_metrics(
     path: str | os.PathLike[str] | None = None,
     callbacks: Sequence[Callable[[dict[str, Any]], object]] = (),

@@ -11,12 +11,14 @@ from typing import Any
 
 from ringlet.compressors.core.context import State
 from ringlet.job.session import current
+from ringlet.ring.callers import public
 from ringlet.ring.safe_files import replacing
 from ringlet.shared import residual_store
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.shared.gradients.pending_passes import Pending, read_pending
 
 
+@public
 def compressor_state(optimizer: Any) -> bytes:
     """Return what this rank's compressors remember for ``optimizer``, a DistributedOptimizer.
 
@@ -25,6 +27,7 @@ def compressor_state(optimizer: Any) -> bytes:
     return dumped(reducer_of(optimizer))
 
 
+@public
 def set_compressor_state(optimizer: Any, data: bytes) -> None:
     """Go on with what ``compressor_state`` returned on this rank; every rank calls this.
 
@@ -35,6 +38,7 @@ def set_compressor_state(optimizer: Any, data: bytes) -> None:
     reducer.load(*read(reducer, data))
 
 
+@public
 def save_compressor_state(optimizer: Any, filepath: Any) -> str:
     """Write this rank's compressor state beside a checkpoint; return the file's path.
 
@@ -50,6 +54,7 @@ def save_compressor_state(optimizer: Any, filepath: Any) -> str:
     return str(path)
 
 
+@public
 def load_compressor_state(optimizer: Any, filepath: Any) -> None:
     """Read this rank's compressor state; every rank calls this.
 

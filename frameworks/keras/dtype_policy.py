@@ -11,8 +11,10 @@ from typing import Any
 import keras
 
 from ringlet.precision import KEPT, Policy, parse_policy
+from ringlet.ring.callers import public
 
 
+@public
 def set_precision(precision: str | Policy) -> Policy:
     """Let layers that are made from now on compute as a policy says; return the policy.
 

@@ -15,6 +15,7 @@ import keras
 
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.appliers import Applier, register_applier
+from ringlet.ring.callers import public
 
 M = TypeVar("M")
 
@@ -25,6 +26,7 @@ _NORMS = {
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
+@public
 def apply_precision(model: M, precision: str | Policy) -> M:
     """Let a Keras model's layers compute as a policy says, in place, and return the model.
 

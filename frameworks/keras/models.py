@@ -18,8 +18,10 @@ from ringlet.keras.checkpoint import saved_beside
 from ringlet.keras.dtype_policy import fits
 from ringlet.keras.optimizer import DistributedOptimizer
 from ringlet.precision import Policy, parse_policy
+from ringlet.ring.callers import public
 
 
+@public
 def load_model(
     filepath: Any,
     custom_optimizers: Sequence[type] | None = None,

@@ -47,21 +47,25 @@ def allreduce(
     )
 
 
+@public
 def allgather(value: Any, name: str | None = None) -> Any:
     """Return every rank's ``value`` behind one another along the first dimension."""
     return _operation("allgather")(keras.ops.convert_to_tensor(value), name=name)
 
 
+@public
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Return rank ``root_rank``'s ``value``."""
     return _operation("broadcast")(keras.ops.convert_to_tensor(value), root_rank, name=name)
 
 
+@public
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE) -> Any:
     """Return this rank's rows of ``value`` combined over all ranks."""
     return _operation("reducescatter")(keras.ops.convert_to_tensor(value), name=name, op=op)
 
 
+@public
 def broadcast_global_variables(root_rank: int) -> Any:
     """Return an operation that broadcasts all variables of a ``tf.compat.v1`` graph.
 
@@ -78,6 +82,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
     return of_tensorflow(root_rank)
 
 
+@public
 def broadcast_variables(
     variables: Sequence[Any],
     root_rank: int = 0,

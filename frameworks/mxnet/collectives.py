@@ -107,6 +107,7 @@ def grouped_allreduce_(
     return _reduced_in_place(list(tensors), Reduction.among(locals())) if tensors else []
 
 
+@public
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -117,6 +118,7 @@ def allgather(
     return _gathered([tensor], name, process_set, True)[0]
 
 
+@public
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -128,6 +130,7 @@ def grouped_allgather(
     return _gathered(list(tensors), name, process_set) if tensors else []
 
 
+@public
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -139,6 +142,7 @@ def broadcast(
     return broadcast_(tensor.copy(), root_rank, name, priority, process_set)
 
 
+@public
 def broadcast_(
     tensor: Any,
     root_rank: int,
@@ -154,6 +158,7 @@ def broadcast_(
     return tensor
 
 
+@public
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -177,6 +182,7 @@ def alltoall(
     return taken(moved) if splits is None else (taken(moved), taken(received))
 
 
+@public
 def reducescatter(
     tensor: Any,
     op: ReduceOp = ReduceOp.AVERAGE,
@@ -194,6 +200,7 @@ def reducescatter(
     return _scattered([tensor], Reduction.among(locals()))[0]
 
 
+@public
 def grouped_reducescatter(
     tensors: Sequence[Any],
     op: ReduceOp = ReduceOp.AVERAGE,
@@ -209,11 +216,13 @@ def grouped_reducescatter(
     return _scattered(list(tensors), Reduction.among(locals())) if tensors else []
 
 
+@public
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the process set has called it."""
     wait_at_barrier(_named("barrier", None, process_set), process_set)
 
 
+@public
 def join() -> int:
     """Go on without this rank's data until all ranks have joined; return who did so last."""
     return current().join()

@@ -9,11 +9,13 @@ from mxnet import gluon
 
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.mxnet.nd_views import view
+from ringlet.ring.callers import public
 from ringlet.shared.array_operations import broadcast_flat
 from ringlet.shared.arrays import flat
 from ringlet.shared.model_agreement import common_names, equal_on_all_ranks
 
 
+@public
 def broadcast_parameters(
     params: Mapping[str, Any],
     root_rank: int = 0,
@@ -45,6 +47,7 @@ def broadcast_parameters(
     _overwrite(tensors, root_rank, process_set)
 
 
+@public
 def replicas_equal(params: Mapping[str, Any]) -> bool:
     """Whether parameters are bit-equal on all ranks. Collective, the same answer on every rank."""
     arrays = [

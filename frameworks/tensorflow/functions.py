@@ -85,6 +85,7 @@ def broadcast_object(
     return objects.broadcast_object(obj, root_rank, named(), process_set)
 
 
+@as_written
 def broadcast_object_fn(
     root_rank: int = 0,
     session: Any = None,
@@ -113,6 +114,7 @@ def allgather_object(
     return objects.allgather_object(obj, named(), process_set)
 
 
+@as_written
 def replicas_equal(variables: Sequence[Any]) -> bool:
     """Whether variables are bit-equal on all ranks. Collective, the same answer on every rank.
 

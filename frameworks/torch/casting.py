@@ -14,12 +14,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ringlet.precision import Policy, parse_policy
 from ringlet.precision.appliers import Applier, register_applier
+from ringlet.ring.callers import public
 from ringlet.torch.tensors.views import cast
 
 _NORMS = (_NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 _WHOLE = (torch.nn.RNNBase,)  # these hold their parameters in lists of their own
 
 
+@public
 def apply_precision(module: torch.nn.Module, precision: str | Policy) -> torch.nn.Module:
     """Give ``module`` a policy's dtypes, in place, and return it: ``policy.apply(module)``.
 

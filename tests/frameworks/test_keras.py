@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import re
 import tempfile
@@ -1674,3 +1675,12 @@ def test_a_step_that_one_rank_gives_up_ends_on_all_and_holds_back_what_it_held(b
 
     results = ringlet.run(work, np=2, transport="local")
     assert results[0] == results[1]
+
+
+def test_functions_with_arguments_answer_wrong_ones():
+    for name in set(hvd.__all__) - {"timeline_span"}:
+        found = getattr(hvd, name)
+        if inspect.isfunction(found) and inspect.signature(found).parameters:
+            assert hasattr(found, "__wrapped__"), f"{name} is no public entry point"
+    with pytest.raises(TypeError, match="did you mean 'root_rank'"):
+        hvd.broadcast(np.ones(2), rootrank=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -681,3 +682,14 @@ def test_the_names_that_horovod_users_know():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert issubclass(hvd.HorovodInternalError, RuntimeError)
+
+
+def test_functions_with_arguments_answer_wrong_ones_and_are_not_compiled():
+    for name in set(hvd.__all__) - {"timeline_span"}:
+        found = getattr(hvd, name)
+        if inspect.isfunction(found) and inspect.signature(found).parameters:
+            assert hasattr(found, "__wrapped__"), f"{name} is no public entry point"
+    untraced = [hvd.allreduce, hvd.reducescatter, hvd.grouped_reducescatter, hvd.replicas_equal]
+    assert all(f._torchdynamo_disable for f in untraced)
+    with pytest.raises(TypeError, match="did you mean 'process_set'"):
+        hvd.reducescatter(torch.ones(2), proces_set=None)

@@ -20,6 +20,7 @@ from ringlet.shared.requests import (
     scatter_gradient,
     scattered_as,
 )
+from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.handles import Tensors, TorchHandle, differentiable
 from ringlet.torch.ops.movements import grouped_allgather
 from ringlet.torch.ops.reductions import refuse_mean
@@ -27,6 +28,7 @@ from ringlet.torch.tensors.placement import Room, flat_at, packed, place_of
 from ringlet.torch.tensors.views import DTYPES, check, dtype_of
 
 
+@public
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -40,6 +42,7 @@ def reducescatter_async(
     return _start([tensor], name, op, process_set, factors, single=True)
 
 
+@public
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -61,6 +64,7 @@ def reducescatter(
     return result
 
 
+@public
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -74,6 +78,7 @@ def grouped_reducescatter_async(
     return _start(tensors, name, op, process_set, (prescale_factor, postscale_factor))
 
 
+@public
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,

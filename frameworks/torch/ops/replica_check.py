@@ -13,6 +13,7 @@ from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.errors import PeerLost
 from ringlet.shared.model_agreement import equal_on_all_ranks
+from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.handles import TorchHandle
 from ringlet.torch.ops.reductions import allreduce_async
 from ringlet.torch.tensors.views import flat
@@ -78,6 +79,7 @@ def _sum_of_bits(p: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int64).sum()  # many times as fast as narrower words
 
 
+@public
 def replicas_equal(params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> bool:
     """Whether ``params`` (a ``state_dict()`` or named parameters) are bit-equal on all ranks.
 

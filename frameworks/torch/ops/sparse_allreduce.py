@@ -7,10 +7,12 @@ import torch
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.requests import SUMS, as_op
+from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.movements import allgather_async
 
 
+@public
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str,
