@@ -140,10 +140,10 @@ def refuse_others(path: str | os.PathLike[str], *beginnings: bytes) -> None:
     A program, say, that somebody has named by mistake. An empty file is nobody's.
     """
     where, head = os.fspath(path), b""
-    with suppress(OSError):  # such as one that is not there; ``create`` tells of others
-        if stat.S_ISREG(os.lstat(where).st_mode):
-            with open(where, "rb") as file:
-                head = file.read(max(map(len, beginnings)))
+    # Such as one that is not there; ``create`` tells of others.
+    with suppress(OSError), open(_open_unfollowed(where), "rb") as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            head = file.read(max(map(len, beginnings)))
     if head and not any(head.startswith(each[: len(head)]) for each in beginnings):
         text = "is there already, and holds something else: it is not overwritten"
         raise FileExistsError(errno.EEXIST, text, where)
@@ -162,13 +162,17 @@ def refuse_devices(path: str | os.PathLike[str]) -> None:
 
 
 def _planted(found: os.stat_result, folder: str) -> bool:
-    """Whether a file is a stranger's in a ``folder`` where everybody may make, but none remove.
+    """Return ``is_planted`` of what is in the ``folder`` of that name."""
+    return found.st_uid != os.geteuid() and is_planted(found, os.stat(folder))
+
+
+def is_planted(found: os.stat_result, around: os.stat_result) -> bool:
+    """Whether a file is a stranger's in a folder ``around`` it where all may make, none remove.
 
     Some kernels refuse to open such a file by themselves (fs.protected_regular), and some do not.
     """
     if found.st_uid == os.geteuid():
         return False
-    around = os.stat(folder)
     shared = around.st_mode & stat.S_ISVTX and around.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
     return bool(shared) and found.st_uid != around.st_uid
 
@@ -178,6 +182,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
     Raises OSError where one of them, or a link to it, is a stranger's in a folder such as /tmp.
     """
+    _refuse_strangers(on_the_way(path))  # before: nothing is made behind a stranger's link
     os.makedirs(path, exist_ok=True)
     _refuse_strangers(on_the_way(path))
 

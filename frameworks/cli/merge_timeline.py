@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ringlet.fusion.observe.merge import BEGINNINGS, Part, merge, rank_files, read
-from ringlet.ring.safe_files import open_own, refuse_others
+from ringlet.ring.safe_files import is_planted, open_own, refuse_others
 
 EXAMPLES = "ringlet timeline t.json        # merges t.rank0.json, t.rank1.json and so on"
 
@@ -45,7 +46,7 @@ def main(options: argparse.Namespace) -> int:
         with ExitStack() as opened:
             # What nobody has named may have become a link since it was found.
             files: list[Part] = options.parts or [
-                opened.enter_context(os.fdopen(open_own(part), "rb")) for part in parts
+                opened.enter_context(os.fdopen(_open_found(part), "rb")) for part in parts
             ]
             if not any(event for file in files for event in read(file)):
                 named = " and ".join(map(str, parts))
@@ -62,3 +63,13 @@ def main(options: argparse.Namespace) -> int:
         return 2
     print(f"{options.path}: {said['events']} events of {said['ranks']} ranks")
     return 0
+
+
+def _open_found(part: Path) -> int:
+    """Return a descriptor of a part that nobody has named; OSError for a stranger's."""
+    descriptor = open_own(part)
+    if is_planted(os.fstat(descriptor), os.stat(part.parent)):
+        os.close(descriptor)
+        text = "belongs to another user, and is not read; name the parts that are to be merged"
+        raise OSError(errno.EACCES, text, str(part))
+    return descriptor

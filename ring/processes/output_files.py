@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import BinaryIO
 
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.safe_files import make_folder
+from ringlet.ring.safe_files import is_planted, make_folder
 
 NAMES = {1: "stdout", 2: "stderr"}
 
@@ -57,7 +57,12 @@ def _open_folder(name: str, parent: int) -> int:
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, dir_fd=parent)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(name, flags, dir_fd=parent)
+    folder = os.open(name, flags, dir_fd=parent)
+    if is_planted(os.fstat(folder), os.fstat(parent)):  # who could rename the files in it
+        os.close(folder)
+        text = "belongs to another user, and nothing is written there; name another folder"
+        raise OSError(errno.EACCES, text, name)
+    return folder
 
 
 def _open_file(name: str, folder: int) -> BinaryIO:

@@ -242,6 +242,23 @@ def test_a_part_that_has_become_a_link_is_read_where_it_is_named_only(
     assert "secret" in path.read_text()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files of others")
+def test_a_strangers_part_of_a_timeline_is_read_where_it_is_named_only(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    for rank in range(2):
+        rank_file(path, rank).write_text(f'[\n{{"name":"of{rank}","ts":1.5,"pid":0}}\n]\n')
+    os.chown(rank_file(path, 1), 65534, 65534)
+    tmp_path.chmod(0o1777)  # as /tmp is
+    assert merge_timeline.main(SimpleNamespace(path=path, parts=[])) == 2
+    assert "belongs to another user, and is not read" in capsys.readouterr().err
+    assert not path.exists()
+    assert merge_timeline.main(SimpleNamespace(path=path, parts=rank_files(path))) == 0
+    path.unlink()
+    tmp_path.chmod(0o755)  # a folder of one's own
+    assert merge_timeline.main(SimpleNamespace(path=path, parts=[])) == 0
+    assert "of1" in path.read_text()
+
+
 def test_compressor_states_are_not_written_through_a_link(tmp_path, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     checkpoint = pytest.importorskip("ringlet.keras.checkpoint")

@@ -230,6 +230,18 @@ def test_a_strangers_link_to_an_earlier_runs_folder_is_not_followed(tmp_path: Pa
     assert (earlier / "stdout").read_text() == "precious"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
+def test_what_ranks_print_is_not_kept_in_a_strangers_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)  # as /tmp is
+    (tmp_path / "rank.1").mkdir()
+    os.chown(tmp_path / "rank.1", 65534, 65534)
+    with pytest.raises(LaunchError, match=r", rank\.1: belongs to another user"):
+        Printer(2, directory=str(tmp_path))
+    assert not [*(tmp_path / "rank.1").iterdir()]
+    Printer(1, directory=str(tmp_path))
+    assert (tmp_path / "rank.0" / "stdout").exists()
+
+
 def test_files_of_an_earlier_run_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "real")  # which is the user's to decide

@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+from contextlib import nullcontext
 
 import pytest
 
@@ -14,6 +15,7 @@ from ringlet.ring.safe_files import (
     open_own,
     planted_in,
     read_own,
+    refuse_others,
     replacing,
 )
 
@@ -112,6 +114,7 @@ def test_no_folder_is_made_in_a_strangers_where_all_may_write(tmp_path, link):
     with pytest.raises(OSError, match="belongs to another user") as caught:
         make_folder(planted / "rank0")
     assert caught.value.filename == str(planted)
+    assert not [*planted.iterdir()]  # nor before it was refused
     for fine in (shared / "mine" / "rank0", own / "rank0", own / "rank0"):
         make_folder(fine)
         assert fine.is_dir()
@@ -140,6 +143,21 @@ def test_no_file_is_made_behind_a_strangers_folder_where_all_may_write(tmp_path,
     write(shared / "mine" / below / "a")
     with replacing(path):  # of a name that nobody can know before
         pass
+
+
+@pytest.mark.parametrize("pipe", [False, True])
+def test_a_file_that_a_pipe_takes_the_place_of_is_not_waited_for(tmp_path, monkeypatch, pipe):
+    """Between a look at its name and the moment when it is opened."""
+    path = tmp_path / "records"
+    path.write_bytes(b"other")
+    looks_at = os.lstat
+    seen = looks_at(path)
+    if pipe:
+        path.unlink()
+        os.mkfifo(path)
+    monkeypatch.setattr(os, "lstat", lambda where: seen if where == str(path) else looks_at(where))
+    with nullcontext() if pipe else pytest.raises(FileExistsError):
+        refuse_others(path, b"{")
 
 
 def test_a_missing_folder_is_told_by_the_files_name(tmp_path, monkeypatch):
