@@ -1,4 +1,4 @@
-"""Where Numba keeps compiled kernels: whoever may write there should be this user alone."""
+"""Where compiled kernels are kept: whoever may write there should be this user alone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ def refuse_strangers_kernels(env: Mapping[str, str]) -> None:
 
     A folder that is absent is made, for this user alone: otherwise a stranger could do so later.
     """
-    place = env.get("NUMBA_CACHE_DIR")
-    if not place:
-        return
+    for name in ("NUMBA_CACHE_DIR", "RINGLET_KERNEL_CACHE"):
+        if env.get(name):
+            _refuse_strangers(name, env[name])
+
+
+def _refuse_strangers(name: str, place: str) -> None:
     found = on_the_way(place)
     if not found:
         with suppress(OSError):  # where it cannot be made, Numba takes another one
@@ -32,7 +35,7 @@ def refuse_strangers_kernels(env: Mapping[str, str]) -> None:
         found = next((each for each in strangers if os.path.basename(each) in ours), "")
     if found:
         raise LaunchError(
-            f"NUMBA_CACHE_DIR={place}: {found} belongs to another user, who could have this "
+            f"{name}={place}: {found} belongs to another user, who could have this "
             "process run what he likes: kernels are loaded from there. Name a folder of your own"
         )
 

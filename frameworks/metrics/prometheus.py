@@ -23,6 +23,7 @@ log = logging.getLogger("ringlet")
 PHASES = ("compress", "communicate", "decompress")
 MOST = 16  # connections at a time, each with a thread; the oldest makes room
 PAUSE = 0.1  # seconds until it is looked again whether there is a descriptor for who connects
+EVERY = 0.05  # seconds between two visits, after a first few at once
 PATIENCE = 10.0  # seconds that one may say nothing
 LONGEST = 1 << 14  # bytes of what one may ask
 
@@ -131,7 +132,8 @@ class _Visit(WSGIRequestHandler):
 class Server(ThreadingMixIn, WSGIServer):
     """Serves ``app`` by HTTP until ``stop``. Everybody may ask who reaches ``host``.
 
-    So strangers get no more than MOST descriptors and threads of this process, which trains.
+    So strangers get no more than MOST descriptors and threads of this process, which trains, and
+    one visit every EVERY seconds: an answer takes the interpreter from training.
     """
 
     daemon_threads = True
@@ -142,6 +144,7 @@ class Server(ThreadingMixIn, WSGIServer):
         self.address_family = family_of(str(address))
         self._lock = threading.Lock()
         self._open: list[Any] = []  # connections, the oldest first
+        self._due = 0.0  # when the last visit was due, by the monotonic clock
         super().__init__((str(address), port), _Visit)
         _listening.add(self)
         self.set_app(app)
@@ -152,6 +155,10 @@ class Server(ThreadingMixIn, WSGIServer):
 
     def get_request(self) -> Any:
         """Let somebody in. Who waits stays ready: without a descriptor, not to be asked at once."""
+        now = time.monotonic()
+        self._due = max(self._due + EVERY, now - (MOST - 1) * EVERY)
+        if self._due > now:
+            time.sleep(self._due - now)
         try:
             return super().get_request()
         except OSError as error:

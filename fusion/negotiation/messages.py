@@ -47,6 +47,8 @@ STALLED = b"T"  # text: a warning for rank 0's log
 LOST = b"L"  # [[rank, ...], text]: these are gone, or have no connection to each other
 GONE = b"g"  # rank: its goodbye has been heard, and nothing after this needs it
 
+CALLS = 1 << 16  # without names, that a rank asks for in one message
+
 _VOTE = struct.Struct("<cQIIQIQQQI??")
 _GO = struct.Struct("<cQIII")
 _HITS = struct.Struct("<cIQ")
@@ -216,10 +218,17 @@ def pack_series(process_set: int, version: int, runs: Sequence[Run]) -> bytes:
 
 
 def unpack_series(message: bytes, known: Callable[[bytes], Request]) -> tuple[int, int, list[Run]]:
-    """Decode (process set, version, runs). ``known(text)`` gives the request of a prototype."""
+    """Decode (process set, version, runs). ``known(text)`` gives the request of a prototype.
+
+    Raises ValueError for runs of no calls, or of more than CALLS together, which nobody packs.
+    """
     head, *texts = message[1:].split(b"\n")
     process_set, version, flat = loads(head)
     requests = list(map(known, texts))
+    if min(flat[2::3], default=1) < 1 or sum(flat[2::3]) > CALLS:
+        raise ValueError(
+            f"runs of {flat[2::3]} calls; they are of one at least, and {CALLS} in all"
+        )
     each = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
     return process_set, version, [Run(n, n + count, requests[i]) for i, n, count in each]
 

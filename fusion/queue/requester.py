@@ -123,14 +123,15 @@ class Requester:
     def _ask_for_series(self, worker: Asking, requests: list[Request]) -> None:
         """Ask for calls without names, one run for those that follow each other."""
         version = worker.requests.version
-        runs: dict[int, list[m.Run]] = {}  # by process set
-        for _, numbered in groupby(enumerate(requests), _run_of):
-            first, *others = [request for _, request in numbered]
-            assert first.prototype is not None
-            run = m.Run(first.number, first.number + len(others) + 1, first.prototype)
-            runs.setdefault(first.process_set, []).append(run)
-        for process_set, of_set in runs.items():
-            self._control.send(m.pack_series(process_set, version, of_set))
+        for start in range(0, len(requests), m.CALLS):
+            runs: dict[int, list[m.Run]] = {}  # by process set
+            for _, numbered in groupby(enumerate(requests[start : start + m.CALLS]), _run_of):
+                first, *others = [request for _, request in numbered]
+                assert first.prototype is not None
+                run = m.Run(first.number, first.number + len(others) + 1, first.prototype)
+                runs.setdefault(first.process_set, []).append(run)
+            for process_set, of_set in runs.items():
+                self._control.send(m.pack_series(process_set, version, of_set))
 
     def _released(self, works: list[Work], joined: Container[int]) -> list[Work]:
         """Return what may be asked for: not what others take zeros for at the moment."""

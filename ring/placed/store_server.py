@@ -93,5 +93,8 @@ class StoreServer:
         said = None if self._failed else self._store.value(FAILED)
         if said is not None:
             self._failed = True
-            rank, why = json.loads(said)
+            try:
+                rank, why = json.loads(said)
+            except (ValueError, TypeError, RecursionError):  # the store serves the others yet
+                rank, why = "that cannot be told", "it has left no reason that can be read"
             self._store.refuse("", f"rank {rank} has failed: {why}")

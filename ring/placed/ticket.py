@@ -25,7 +25,7 @@ class Ticket:
     key: str = field(repr=False)
     transport: str = "gloo"
     interfaces: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # it may hold credentials
 
     def with_gpus(self, gpus: Iterable[str]) -> Ticket:
         """Return this ticket with the GPUs that the engine gave all ranks of the node.

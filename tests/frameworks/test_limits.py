@@ -113,6 +113,12 @@ def test_kernels_that_another_user_may_have_made_are_not_loaded(tmp_path, monkey
     os.chown(place, 65534, 65534)
     with pytest.raises(LaunchError, match=r"^NUMBA_CACHE_DIR=.* belongs to another user, who"):
         init()
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.setenv("RINGLET_KERNEL_CACHE", str(place / "cuda"))
+    with pytest.raises(LaunchError, match=r"^RINGLET_KERNEL_CACHE=.*/numba belongs to another"):
+        init()
+    monkeypatch.delenv("RINGLET_KERNEL_CACHE")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(place))
     os.chown(place, 0, 0)
     place.chmod(0o1777)  # a folder for the kernels of all users
     for name in ("others_" + 40 * "0", "file"):

@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
@@ -24,8 +25,8 @@ from ringlet.fusion.autotune.sample_log import Log
 from ringlet.fusion.extensions import ENGINE_THREAD
 from ringlet.fusion.observe import probe
 from ringlet.job.observation import start_timeline, stop_timeline, timeline_span
-from ringlet.metrics import switches
-from ringlet.metrics.prometheus import MOST, Prometheus, Server, serve
+from ringlet.metrics import prometheus, switches
+from ringlet.metrics.prometheus import EVERY, MOST, Prometheus, Server, serve
 from ringlet.observe import start_metrics, step_skipped
 from ringlet.report.charts import scale
 from ringlet.report.summary import (
@@ -308,6 +309,27 @@ def test_prometheus_serves_what_was_counted(caplog):
         assert 3 < float(values[f"ringlet_compression_ratio{{{label}}}"]) < 4
         error = f'ringlet_relative_error{{layer="layer0.weight",{label}}}'
         assert float(values[error]) < 0.1
+
+
+def test_visits_follow_each_other_slowly_after_a_first_few(monkeypatch):
+    """Each takes the interpreter from training, whoever asks."""
+    pytest.importorskip("prometheus_client")
+    now = [100.0]
+    clock = types.SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
+    monkeypatch.setattr(prometheus, "time", clock)
+    monkeypatch.setattr(prometheus.WSGIServer, "get_request", lambda self: None)
+    sink = serve("127.0.0.1:0", 0, 0)
+    try:
+        for visits, seconds in ((MOST, 0.0), (MOST + 20, 20 * EVERY)):
+            now[0] += 1000.0
+            began = now[0]
+            for _ in range(visits):
+                sink._server.get_request()
+            assert now[0] - began == pytest.approx(seconds)
+    finally:
+        sink.close()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])

@@ -81,6 +81,14 @@ def test_runs_round_trip(calls):
     assert found == (3, 1 << 40, runs)
 
 
+@pytest.mark.parametrize("counts", [[1 << 40], [m.CALLS, 1], [0], [3, -1]])
+def test_runs_that_no_rank_asks_for_are_refused(counts):
+    """Rank 0 would go through all of their names when it looks for what is stalled."""
+    packed = m.pack_series(0, 1, [m.Run(7, 7 + count, A) for count in counts])
+    with pytest.raises(ValueError, match="they are of one at least"):
+        m.unpack_series(packed, lambda text: Request.from_list(loads(text)))
+
+
 def test_many_calls_take_few_bytes():
     assert len(m.pack_series(0, 1, [m.Run(1000, 2000, A)])) < 200
 

@@ -131,6 +131,7 @@ def test_a_binary_that_others_may_have_made_is_not_run(tmp_path, monkeypatch):
     program = elementwise.PROGRAM
     assert binary(program, 90, compiler) == b"made"
     (kept,) = tmp_path.iterdir()
+    head = kept.read_bytes().removesuffix(b"made")
     planted = tmp_path / "planted"
     planted.write_bytes(b"planted")
     for plant in (
@@ -142,8 +143,13 @@ def test_a_binary_that_others_may_have_made_is_not_run(tmp_path, monkeypatch):
         plant()
         assert binary(program, 90, compiler) == b"made"
         assert binary(program, 90, compiler) == b"made"
-        kept.write_bytes(b"kept")
+        kept.write_bytes(head + b"kept")
         assert binary(program, 90, compiler) == b"kept"
+    other = parse("int8").cuda().program("encode")
+    assert binary(other, 90, compiler) == b"made"
+    (another,) = [path for path in tmp_path.iterdir() if path not in (kept, planted)]
+    another.replace(kept)  # as whoever may rename files there can
+    assert binary(program, 90, compiler) == b"made"
 
 
 def test_a_compiler_error_is_shown(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,8 @@ def test_a_worker_is_one_rank_at_a_time():
 def test_a_key_is_not_shown():
     with StoreServer(1) as server:
         assert server.key.hex() not in repr(tickets(server, ["n"]))
+        (ticket,) = tickets(server, ["n"])
+        assert "secret" not in repr(replace(ticket, env={"AWS_SECRET_ACCESS_KEY": "a secret"}))
 
 
 def test_what_a_rank_has_failed_of_is_told_whatever_characters_are_in_it():
@@ -101,6 +104,17 @@ def test_what_a_rank_has_failed_of_is_told_whatever_characters_are_in_it():
                 why = "ValueError: cannot read caf\udce9.txt"
                 failed.ask(Op.SET, FAILED.encode(), json.dumps([1, why]).encode())
             with pytest.raises(PeerLost, match=r"rank 1 has failed: .* read caf\\udce9.txt"):
+                other.ask(Op.GET, b"what it would have left", timeout=20)
+
+
+@pytest.mark.parametrize("said", [b"7", b"[1]", b"no JSON", b"[" * 100_000])
+def test_a_reason_that_cannot_be_read_ends_the_job_and_not_the_store(said):
+    with StoreServer(2) as server:
+        key = bytes.fromhex(tickets(server, ["n", "n"])[0].key)
+        with contextlib.closing(Client(server.address, key, 0)) as other:
+            with contextlib.closing(Client(server.address, key, 1)) as failed:
+                failed.ask(Op.SET, FAILED.encode(), said)
+            with pytest.raises(PeerLost, match="it has left no reason that can be read"):
                 other.ask(Op.GET, b"what it would have left", timeout=20)
 
 

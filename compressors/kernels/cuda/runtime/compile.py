@@ -17,6 +17,8 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.kernels.cuda.runtime.source import OPTIONS, Program
 from ringlet.ring.safe_files import read_own
 
+_MADE_OF = b"ringlet kernel of "  # then a digest of the source, and the binary
+
 
 def binary(program: Program, capability: int, nvrtc: Any) -> bytes:
     """Return ``program`` for GPUs of compute ``capability`` (90 for 9.0): machine code.
@@ -32,12 +34,15 @@ def binary(program: Program, capability: int, nvrtc: Any) -> bytes:
     options = (*OPTIONS, f"--gpu-architecture={target}")
     source = program.source()
     said = (source, *options, str(nvrtc.getVersion()))
-    place = _folder() / hashlib.sha256("\0".join(said).encode()).hexdigest()
+    digest = hashlib.sha256("\0".join(said).encode())
+    place, head = _folder() / digest.hexdigest(), _MADE_OF + digest.digest()
     with contextlib.suppress(OSError):
-        return read_own(place)
+        kept = read_own(place)
+        if kept.startswith(head):  # whoever may rename files there could give it another's name
+            return kept[len(head) :]
     made = _compiled(source, options, nvrtc, exact)
     with contextlib.suppress(OSError):  # a cache that cannot be written is done without
-        _keep(place, made)
+        _keep(place, head + made)
     return made
 
 
