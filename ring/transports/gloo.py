@@ -128,7 +128,8 @@ class GlooCommunicator(ProcessGroupCommunicator):
             options = self._options()
         networks = len(options._devices)
         prefixed = self._dist.PrefixStore("ringlet-gloo", self._store)
-        barrier = StoreBarrier(prefixed, self.rank, self.size, self._timeout, self.origin)
+        told = prefixed, self.rank, self.size, self._timeout, self.origin
+        barrier = StoreBarrier(*told, key=self._key)
         barrier.keyed(self._key is not None)
         barrier.meet()
         # Nobody of the job connects before. The program's threads may, and strangers.

@@ -40,14 +40,15 @@ LONGEST = 2000  # characters of what a step has failed of
 LISTED = 6  # ranks that a sentence names
 LOOK = 0.05  # seconds between two looks at what the others say
 NONCE = 32
+PROOF = 64  # characters in front of what a rank says: a proof, or blanks without a key
 _WELL, _TAKEN, _LOST = "well", "taken", "lost"  # how a step has ended for the ranks together
 
 
 class StoreBarrier:
     """Where the ranks of a group wait for each other, in their store; ``name`` is the group's.
 
-    ``timeout`` (seconds) bounds every wait. A rank that fails says so once; then everybody fails.
-    ``origin`` are the group's ranks as the job numbers them.
+    ``timeout`` (seconds) bounds every wait. A rank that fails says so once, under the job's ``key``
+    if it has one; then everybody fails. ``origin`` are the group's ranks as the job numbers them.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class StoreBarrier:
         size: int,
         timeout: float,
         origin: Sequence[int] | None = None,
+        key: bytes | None = None,
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._key = None if key is None else derive(key, "gloo said")
         self._origin = tuple(range(size) if origin is None else origin)
         self._timeout = timedelta(seconds=timeout)
         if rank == 0:
@@ -126,7 +129,7 @@ class StoreBarrier:
         """Have everybody hear ``why``, unless a rank has said something before."""
         if self._store.add("proof/failures", 1) == 1:
             for step in ("here", "connected", "proved"):
-                self._store.set(f"proof/all {step}", f"{how} {why}")
+                self._store.set(f"proof/all {step}", self._signed(f"{how} {why}".encode()))
 
     def failed(self) -> bool:
         """Whether a rank has failed."""
@@ -134,10 +137,22 @@ class StoreBarrier:
 
     def _hear(self, step: str) -> None:
         self._wait(f"proof/all {step}")
-        said = _shown(bytes(self._store.get(f"proof/all {step}")))
-        how, _, why = said.partition(" ")
-        if how != _WELL:
-            raise _error(how, why)
+        said = bytes(self._store.get(f"proof/all {step}"))
+        if said == _WELL.encode():
+            return
+        proof, found = said[:PROOF], said[PROOF:]
+        how, _, why = _shown(found).partition(" ")
+        if not genuine(proof, self._signed(found)[:PROOF]) or how not in (_TAKEN, _LOST):
+            raise ProtocolError(
+                "somebody has left in the store where ranks meet what no rank of this job has"
+                f" written: '{_shown(said)}'. Or not all ranks have the same {SECRET}"
+            )
+        raise _error(how, why)
+
+    def _signed(self, text: bytes) -> bytes:
+        """Return ``text`` behind a proof that whoever says it has this rank's key, or blanks."""
+        proof = b"" if self._key is None else derive(self._key, "text", text)
+        return proof.hex().ljust(PROOF).encode() + text
 
     def _wait(self, name: str) -> None:
         if missed := self._missed(name):

@@ -22,7 +22,7 @@ from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import LaunchError, PeerLost, ProtocolError
 from ringlet.ring.interrupt import Connections
 from ringlet.ring.rendezvous.connect import loopback
-from ringlet.ring.transports.gloo_proof import StoreBarrier, admit
+from ringlet.ring.transports.gloo_proof import PROOF, StoreBarrier, admit
 from ringlet.ring.transports.local import run_local
 from ringlet.ring.wire.framing import derive
 from ringlet.ring.wire.keys import agreed_key, job_key
@@ -256,15 +256,34 @@ def test_nothing_in_the_store_lets_in_whoever_has_not_proved_the_key() -> None:
 def test_what_anybody_has_left_in_the_store_is_shown_and_not_obeyed() -> None:
     from torch.distributed import HashStore
 
-    store = HashStore()
-    store.set(
-        "proof/all connected", "taken \x1b]0;title\x07\nringlet run: all is well\u202e" + 9999 * "x"
-    )
-    with pytest.raises(ProtocolError) as caught:
-        StoreBarrier(store, 1, 2, WAIT).pass_together("connected")
-    assert str(caught.value).isprintable()
-    assert str(caught.value).startswith(r"\x1b]0;title\x07\nringlet run: all is well\u202exx")
-    assert len(str(caught.value)) < 3000
+    told = "\x1b]0;title\x07\nringlet run: all is well\u202e" + 9999 * "x"
+    shown = r"\x1b]0;title\x07\nringlet run: all is well\u202exx"
+    for key, said, begins in (
+        (None, PROOF * " " + "taken " + told, shown),
+        (None, told, "somebody has left in the store where ranks meet what no rank of this job"),
+        (None, "", "somebody has left in the store"),
+        (bytes(32), PROOF * " " + "taken " + told, "somebody has left in the store"),
+        (bytes(32), PROOF * "0" + "taken " + told, "somebody has left in the store"),
+    ):
+        store = HashStore()
+        store.set("proof/all connected", said)
+        with pytest.raises(ProtocolError) as caught:
+            StoreBarrier(store, 1, 2, WAIT, key=key).pass_together("connected")
+        assert str(caught.value).isprintable()
+        assert str(caught.value).startswith(begins)
+        assert 0 < len(str(caught.value)) < 3000
+
+
+def test_what_a_rank_says_is_believed_for_its_key() -> None:
+    from torch.distributed import HashStore
+
+    for key in (None, bytes(32)):
+        store = HashStore()
+        ranks = [StoreBarrier(store, rank, 2, WAIT, key=key) for rank in range(2)]
+        with pytest.raises(ProtocolError, match=r"^what was wrong$"):
+            ranks[0].fail("taken", "what was wrong")
+        with pytest.raises(ProtocolError, match=r"^what was wrong$"):
+            ranks[1].pass_together("connected")
 
 
 class Watched:
