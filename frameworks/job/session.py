@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringlet.compressors.core.payload import WIRE_VERSION
 from ringlet.fusion import Engine, Limits
@@ -46,6 +46,54 @@ class NotInitialized(RingError, ValueError):
     """Something was asked for before ``init`` or after ``shutdown``."""
 
 
+class Terms(NamedTuple):
+    """What ranks have agreed on before they make an engine over ``comm``."""
+
+    comm: Communicator  # over two levels where rank 0 wishes that
+    topology: Topology
+    limits: Limits
+    wishes: frozenset[str]
+    identity: str  # the same on these ranks alone
+    states: tuple[Any, ...]  # what each rank holds; unchecked
+
+    def places(self) -> list[Place]:
+        """Return where tensors can lie, besides host memory."""
+        return [] if "staged" in self.wishes else places_of(self.comm.base)
+
+
+def agreed_terms(
+    comm: Communicator,
+    limits: Limits,
+    wishes: Collection[str] = frozenset(),
+    holds: Sequence[str] = (),
+) -> Terms:
+    """Agree on rank 0's ``limits`` and ``wishes``, and do what these ask for. Collective.
+
+    Raises LaunchError where ranks make other bytes of a tensor, and RingError where the link cannot
+    be measured, both the same on every rank.
+    """
+    own = [socket.gethostname(), os.environ.get("RINGLET_NODE"), WIRE_VERSION, list(holds)]
+    told_by_all = [json.loads(told) for told in comm.allgather_bytes(json.dumps(own).encode())]
+    check_wire_versions([told[2] for told in told_by_all])  # others may tell less, or more
+    names, nodes, _, states = zip(*told_by_all, strict=True)
+    places = zip(names, nodes, strict=True)
+    hosts = [name if node is None else f"{name}/{node}" for name, node in places]
+    topology = Topology.from_hosts(comm.rank, hosts, names)
+    # Everybody uses rank 0's limits: plans have to be the same on all ranks.
+    mine = [asdict(limits), sorted(wishes), secrets.token_hex(8)]
+    told = comm.broadcast_bytes(json.dumps(mine).encode())
+    agreed, wishes, identity = json.loads(told)
+    limits = Limits(**agreed)
+    if "measure" in wishes:
+        link = measured_link(comm, hosts)
+        limits = replace(limits, latency=link.latency, bandwidth=link.bandwidth)
+    if limits.verify_sums is None:
+        limits = replace(limits, verify_sums=1 if len(set(hosts)) > 1 else ONE_HOST)
+    if "hierarchical" in wishes:
+        comm = hierarchical(comm, topology)
+    return Terms(comm, topology, limits, frozenset(wishes), identity, states)
+
+
 class Runtime:
     """A communicator, its topology, and the fusion engine on top of it.
 
@@ -63,32 +111,14 @@ class Runtime:
         holds: Sequence[str] = (),
     ) -> None:
         self.rank, self.size, self.transport = comm.rank, comm.size, comm.base.name
-        own = [socket.gethostname(), os.environ.get("RINGLET_NODE"), WIRE_VERSION, list(holds)]
-        told_by_all = [json.loads(told) for told in comm.allgather_bytes(json.dumps(own).encode())]
-        check_wire_versions([told[2] for told in told_by_all])  # others may tell less, or more
-        names, nodes, _, states = zip(*told_by_all, strict=True)
-        self.states: tuple[Any, ...] = states  # what each rank ``holds``; unchecked
-        places = zip(names, nodes, strict=True)
-        hosts = [name if node is None else f"{name}/{node}" for name, node in places]
-        self.topology = Topology.from_hosts(self.rank, hosts, names)
-        # Everybody uses rank 0's limits: plans have to be the same on all ranks.
-        mine = [asdict(limits), sorted(wishes), secrets.token_hex(8)]
-        told = comm.broadcast_bytes(json.dumps(mine).encode())
-        agreed, wishes, self.identity = json.loads(told)  # the last is the same on its ranks alone
-        limits = Limits(**agreed)
-        if "measure" in wishes:
-            link = measured_link(comm, hosts)
-            limits = replace(limits, latency=link.latency, bandwidth=link.bandwidth)
-        if limits.verify_sums is None:
-            limits = replace(limits, verify_sums=1 if len(set(hosts)) > 1 else ONE_HOST)
-        if "hierarchical" in wishes:
-            comm = hierarchical(comm, self.topology)
+        terms = agreed_terms(comm, limits, wishes, holds)
+        comm, self.topology, self.identity = terms.comm, terms.topology, terms.identity
+        self.states = terms.states  # what each rank ``holds``; unchecked
         key = agreed_key(comm, "objects", os.environ)
         self.secret = fresh_key(comm, key)  # signs what is pickled
-        devices = [] if "staged" in wishes else places_of(comm.base)
         # Before any rank goes on: what its program does would be taken for the network.
-        network = measure(comm) if "network" in wishes else None
-        self.engine = Engine(comm, open_control, limits, devices, network)
+        network = measure(comm) if "network" in terms.wishes else None
+        self.engine = Engine(comm, open_control, terms.limits, terms.places(), network)
         self.pid = os.getpid()
         self._comm = comm
         self._series: dict[tuple[str, int], Series] = {}

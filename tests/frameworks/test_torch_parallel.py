@@ -32,7 +32,7 @@ from standin.memory import device
 import ringlet.torch as hvd
 from ringlet.compressors import Compressor, Context, Part, Traits, parse
 from ringlet.fusion import CompressionFailed
-from ringlet.job import session
+from ringlet.job import link_settings, session
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.transports import torch_nccl
@@ -560,6 +560,36 @@ def case_hsdp_refuses_ranks_that_hold_other_shards():
         with pytest.raises(ValueError, match=r"shard 0 of.*shard 1 of.*mesh\['replicate'\]"):
             hvd.compress_hsdp(each, "int8", group)
     hvd.compress_hsdp(halves, "int8", two["replicate"].get_group())
+
+
+def case_hsdp_goes_by_the_settings_of_the_first_rank():
+    """With shared random numbers of another seed replicas would part, without a word."""
+    started()
+    mesh = two_levels()
+    own, odd = sharded(mesh["shard"]), hvd.rank() >= hvd.size() // 2
+    settings = {
+        "RINGLET_ADDRESS": "127.0.0.1",
+        "RINGLET_SEED": str(5 + odd),
+        "RINGLET_CACHE_CAPACITY": str(10 + odd),
+        "RINGLET_LINK": "1ms,1Gbit/s" if odd else "measure",
+        "RINGLET_HIERARCHICAL_ALLREDUCE": str(int(not odd)),
+    }
+    with (
+        mock.patch.dict(os.environ, settings),
+        mock.patch.object(session.socket, "gethostname", return_value=f"host{int(odd)}"),
+        mock.patch.object(link_settings, "_SECONDS", (0.02,)),
+        mock.patch.object(session, "hierarchical", wraps=session.hierarchical) as levels,
+    ):
+        spec = "randomk(ratio=0.3) | min_size(elements=1)"
+        made = hvd.compress_hsdp(own, spec, mesh["replicate"].get_group())
+    own(batches(1)[0]).square().mean().backward()
+    for p in own.parameters():
+        gathered = hvd.allgather(p.grad.full_tensor()[None])
+        assert all(torch.equal(row, gathered[0]) for row in gathered)
+    limits = made._engine.limits
+    assert (limits.seed, limits.cache_capacity) == (5, 10)
+    assert limits.bandwidth not in (0, 1.25e8)  # measured
+    assert levels.call_count == 1
 
 
 def case_hsdp_refuses_another_version_of_a_plugin():

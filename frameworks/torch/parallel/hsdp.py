@@ -28,8 +28,8 @@ from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.fusion import CompressionFailed, Engine, Request
 from ringlet.fusion.requests.handle import Handle
 from ringlet.job.process_sets import InvalidArgument
-from ringlet.job.session import agreed_places
-from ringlet.job.settings import limits_from
+from ringlet.job.session import agreed_terms
+from ringlet.job.settings import limits_from, wishes_from
 from ringlet.ring.communicator import Communicator, ReduceOp
 from ringlet.ring.control.opening import open_control
 from ringlet.ring.dtypes import Array
@@ -244,7 +244,7 @@ def compress_hsdp(
     - ``compression`` is any spec or compressor, or a mapping from name patterns to specs.
     - ``replicas`` is the process group of the ranks that hold the same shard. Payloads travel over
       connections of our own between them. They travel from GPU to GPU where that group uses NCCL
-      and CuPy is installed.
+      and CuPy is installed. The engine's settings, such as RINGLET_SEED, are its first rank's.
 
     Residuals are of shards. ``state_dict`` and ``load_state_dict`` of what is returned carry them,
     for a job with as many ranks.
@@ -271,11 +271,17 @@ def compress_hsdp(
                 "hvd.compress_fsdp, which compresses each parameter by itself"
             )
     check_group(replicas, "replicas")
+    limits, wishes = limits_from(os.environ), wishes_from(os.environ)
     with watched(replicas, "in hvd.compress_hsdp()"):
         comm = connect_group(replicas)
-        _refuse_other_shards([each for _, each in modules], comm)
-    engine = Engine(comm, open_control, limits_from(os.environ), agreed_places(comm))
-    leave = Departure(engine, comm)
+        try:
+            _refuse_other_shards([each for _, each in modules], comm)
+            terms = agreed_terms(comm, limits, wishes)
+            engine = Engine(terms.comm, open_control, terms.limits, terms.places())
+        except BaseException:
+            comm.close()
+            raise
+    leave = Departure(engine, terms.comm)
     # On a thread of its own: leaving takes locks that the finaliser's thread may hold.
     finalizer = weakref.finalize(module, _thread.start_new_thread, leave, ())
     finalizer.atexit = False
@@ -297,7 +303,6 @@ def _refuse_other_shards(modules: Iterable[Any], comm: Communicator) -> None:
     own = dict.fromkeys(f"shard {rank} of {size}" for each in modules for rank, size in held(each))
     told = [each.decode() for each in comm.allgather_bytes(", ".join(own).encode())]
     if len(set(told)) > 1:
-        comm.close()
         shown = "; ".join(f"rank {rank}: {t}" for rank, t in zip(comm.origin, told, strict=True))
         raise InvalidArgument(
             f"compress_hsdp: the ranks of replicas hold different parts of the model ({shown}); "
