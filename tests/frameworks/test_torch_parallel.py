@@ -592,6 +592,51 @@ def case_hsdp_goes_by_the_settings_of_the_first_rank():
     assert levels.call_count == 1
 
 
+def engines(known=()):
+    """Return the threads of engines that run, but for those that are ``known``."""
+    running = {each for each in threading.enumerate() if each.name.startswith("ringlet-engine")}
+    return running.difference(known)
+
+
+def case_hsdp_that_is_called_again_takes_the_place_of_what_was_there():
+    started()
+    mesh = two_levels()
+    own, group, known = sharded(mesh["shard"]), mesh["replicate"].get_group(), engines()
+
+    def step():
+        own.zero_grad()
+        own(batches(1)[0]).square().mean().backward()
+        return torch.cat([p.grad.full_tensor().flatten() for p in own.parameters()])
+
+    before = hvd.compress_hsdp(own, "topk(ratio=0.3) | ef", group)
+    step()
+    made = hvd.compress_hsdp(own, "topk(ratio=0.3) | ef", group)
+    assert len(engines(known)) == 1
+    step()
+    for use in (
+        before.state_dict,
+        lambda: before.load_state_dict(made.state_dict()),
+        before.residual_norm,
+        lambda: len(before),
+        lambda: list(before),
+        lambda: before[0],
+    ):
+        with pytest.raises(ValueError, match="compress_hsdp has been called again for this model"):
+            use()
+    assert made.residual_norm() > 0
+    part = hvd.compress_hsdp(own[0], "fp16", group)
+    assert (len(made), len(part)) == (1, 1)
+    assert len(engines(known)) == 2  # each averages what the other does not
+    step()
+    assert {name.partition("[")[0] for name in made.state_dict()["states"]} == {"root"}
+    again = hvd.compress_hsdp(own, "none", group)
+    assert (len(again), len(engines(known))) == (2, 1)
+    hvd.compress_hsdp(own, "fp16", group)
+    assert len(engines(known)) == 1
+    gathered = hvd.allgather(step()[None])
+    assert all(torch.equal(row, gathered[0]) for row in gathered)
+
+
 def case_hsdp_refuses_another_version_of_a_plugin():
     """Its spec is the same."""
     started()

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
 
 _ADVICE = "Save state_dict() of what compress_hsdp returns on every rank, and load each rank's own"
+_AVERAGE = "_ringlet_average"  # an attribute of FSDP modules
 
 
 class ReplicaAverage:
@@ -69,6 +70,7 @@ class ReplicaAverage:
         self.places: dict[str, str] = {}  # of shards, by the names under which they travel
         self.count = 0  # averages, which replicas count alike
         self.loaded = ""  # behind so many of them, and one, a state was loaded last, and which
+        self.replaced = False  # by what averages the module's gradient now
         self._engine, self._module = engine, weakref.ref(module)  # which holds this
 
     @untraced
@@ -159,19 +161,20 @@ class HsdpState:
         self._made, self._engine = made, engine
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._serving())
 
     def __getitem__(self, index: int) -> ReplicaAverage:
-        return self._made[index]
+        return self._serving()[index]
 
     def __iter__(self) -> Iterator[ReplicaAverage]:
-        return iter(self._made)
+        return iter(self._serving())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
+        compressors = self._compressors()
         with self._engine.at_work():
             where = dist.get_rank(), dist.get_world_size()
-            return checkpoint.saved(self._states(), *where, compressors=self._compressors())
+            return checkpoint.saved(self._states(), *where, compressors=compressors)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts anew, if it is another rank's.
@@ -180,7 +183,7 @@ class HsdpState:
         does not fit how this model is sharded, which is forgotten.
         """
         state, numels = checkpoint.hooks_record(state), dict[str, int]()
-        for each in self._made:
+        for each in self._serving():
             known = each.lengths()
             for name in [each.name, *known]:
                 if name in state["states"]:
@@ -193,7 +196,7 @@ class HsdpState:
         among = self._engine.comm.size
         checkpoint.restore(states, state, *where, tensors, among=among, advice=_ADVICE)
         common, steps = checkpoint.checksums(states, self._compressors())
-        for each in self._made:
+        for each in self._serving():
             each.loaded = f"{each.count + 1} ({common ^ steps:08x})"
             for name, place in each.places.items():
                 if name in states:
@@ -201,15 +204,28 @@ class HsdpState:
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
+        self._serving()
         with self._engine.at_work():
             return checkpoint.norm(self._states())
 
     def _compressors(self) -> dict[str, Compressor]:
-        return {name: each.compressor_of(name) for each in self._made for name in each.places}
+        return {name: each.compressor_of(name) for each in self._serving() for name in each.places}
 
     def _states(self) -> dict[str, State]:
         known = self._engine.states
-        return {name: known[name] for each in self._made for name in each.places if name in known}
+        return {
+            name: known[name] for each in self._serving() for name in each.places if name in known
+        }
+
+    def _serving(self) -> list[ReplicaAverage]:
+        """Return those that still average. Raises InvalidArgument if others do in their place."""
+        serving = [each for each in self._made if not each.replaced]
+        if not serving:
+            raise InvalidArgument(
+                "compress_hsdp has been called again for this model, which has replaced these "
+                "compressors: save and load what the last call has returned"
+            )
+        return serving
 
 
 class Departure:
@@ -222,6 +238,15 @@ class Departure:
     def __init__(self, engine: Engine, comm: Communicator) -> None:
         self._engine, self._comm = engine, comm
         self._lock, self._pid = threading.Lock(), os.getpid()
+        self._finalizer: Any = None
+        self.averages: list[ReplicaAverage] = []  # by this engine
+
+    def come_with(self, module: torch.nn.Module) -> None:
+        """Begin when ``module`` is gone, or at the interpreter's end."""
+        # On a thread of its own: leaving takes locks that the finaliser's thread may hold.
+        self._finalizer = weakref.finalize(module, _thread.start_new_thread, self, ())
+        self._finalizer.atexit = False
+        atexit.register(self)
 
     def __call__(self) -> None:
         """Shut the engine down, and close the connections."""
@@ -230,7 +255,9 @@ class Departure:
         with self._lock:
             self._engine.shutdown()
             self._comm.close()
-            atexit.unregister(self)  # which keeps both
+            atexit.unregister(self)  # which keeps both, as the finaliser does
+            if self._finalizer is not None:
+                self._finalizer.detach()
 
 
 @public
@@ -247,7 +274,8 @@ def compress_hsdp(
       and CuPy is installed. The engine's settings, such as RINGLET_SEED, are its first rank's.
 
     Residuals are of shards. ``state_dict`` and ``load_state_dict`` of what is returned carry them,
-    for a job with as many ranks.
+    for a job with as many ranks. If it is called again, the new compressors take the place of the
+    old ones, and begin without residuals.
 
     Raises InvalidArgument where there is no FSDP2 module, or one that is replicated already or
     tensor parallel, and on all ranks of ``replicas`` where these hold different shards. If one rank
@@ -282,17 +310,34 @@ def compress_hsdp(
             comm.close()
             raise
     leave = Departure(engine, terms.comm)
-    # On a thread of its own: leaving takes locks that the finaliser's thread may hold.
-    finalizer = weakref.finalize(module, _thread.start_new_thread, leave, ())
-    finalizer.atexit = False
-    atexit.register(leave)
+    leave.come_with(module)
     known = [each for _, each in modules]
     made, ways = [], Ways(described(router), module, known, "compress_hsdp")
     for name, each in labelled(modules):
         made.append(ReplicaAverage(engine, routes, name, each, ways))
         each.set_all_reduce_hook(made[-1])
+    _note_averages(known, made, leave)
     routes.warn()
     return HsdpState(made, engine)
+
+
+def _note_averages(
+    modules: Sequence[Any], made: Sequence[ReplicaAverage], leave: Departure
+) -> None:
+    """Remember what averages the gradients of ``modules`` from now on, and what ends its engine.
+
+    An engine that averages nothing any more ends now. That is so on all of its ranks, which are in
+    this call, too: none of them has anything under way.
+    """
+    leave.averages.extend(made)
+    before = [each.__dict__[_AVERAGE] for each in modules if _AVERAGE in each.__dict__]
+    for module, average in zip(modules, made, strict=True):
+        module.__dict__[_AVERAGE] = average, leave
+    for average, _ in before:
+        average.replaced = True
+    for former in dict.fromkeys(former for _, former in before):
+        if all(each.replaced for each in former.averages):
+            former()
 
 
 def _refuse_other_shards(modules: Iterable[Any], comm: Communicator) -> None:
