@@ -79,9 +79,9 @@ def watch_fsdp():
 
     reduce = CompressedReduceScatter._reduce
 
-    def reduced(self, comm, place, values, total, pieces, nbytes):
-        step = self.step
-        reduce(self, comm, place, values, total, pieces, nbytes)
+    def reduced(self, way, place, values, total, pieces, nbytes):
+        comm, step = way.comm, self.step
+        reduce(self, way, place, values, total, pieces, nbytes)
         first = pieces[0]
         sent = place.workspace.array("send", nbytes * comm.size, "uint8")
         for name, piece in zip(SHAPES, first, strict=True):

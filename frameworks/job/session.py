@@ -198,6 +198,11 @@ def agreed_places(comm: Communicator) -> list[Place]:
     return [] if staged else places_of(comm.base)
 
 
+def agreed_seed(comm: Communicator) -> int:
+    """Return rank 0's seed of compressors' random numbers. Collective."""
+    return int(comm.broadcast_bytes(str(limits_from(os.environ).seed).encode()))
+
+
 _process: Runtime | None = None
 _left = False  # whether a rank of this process has left
 # What ``init`` was asked for last: transport, autotune, join_divisor.

@@ -227,6 +227,23 @@ def case_fsdp2():
         assert all(torch.equal(row, gathered[0]) for row in gathered)
 
 
+def case_fsdp2_draws_random_numbers_by_the_seed_of_the_first_rank():
+    started()
+
+    def outcome(seed, **options):
+        own = sharded()
+        hvd.compress_fsdp(own, **options)
+        with mock.patch.dict(os.environ, {"RINGLET_SEED": str(seed)}):
+            out = own(torch.ones(1, 64))
+            out.square().mean().backward()
+        return [out.detach(), *(p.grad.full_tensor() for p in own.parameters())]
+
+    for options in ({"compression": "qsgd(bits=4)"}, {"gather": "qsgd(bits=8)"}):
+        first, other = outcome(5, **options), outcome(6, **options)
+        assert not all(map(torch.equal, first, other)), options
+        assert all(map(torch.equal, first, outcome(5 + hvd.rank(), **options))), options
+
+
 def case_hsdp():
     started()
     shape = (2, hvd.size() // 2)

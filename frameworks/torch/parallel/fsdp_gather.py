@@ -35,7 +35,7 @@ from ringlet.torch.parallel.backward_outcome import compression_failed, told
 from ringlet.torch.parallel.fsdp_params import placed, torchs_own
 from ringlet.torch.parallel.fsdp_pieces import LayoutFailed, Piece, divided
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
-from ringlet.torch.parallel.fsdp_transport import Ways
+from ringlet.torch.parallel.fsdp_transport import Way, Ways
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import dtype_of
 
@@ -162,7 +162,7 @@ class CompressedAllGather(CheckedAllGather):
         ready = place.ready()
         with place.at_work():
             place.after([ready])
-            self._gather(way.comm, place, values, total, dtype, pieces)
+            self._gather(way, place, values, total, dtype, pieces)
             mark = place.done([values, total])
         if mark is not None:
             mark.collect()
@@ -231,13 +231,14 @@ class CompressedAllGather(CheckedAllGather):
 
     def _gather(
         self,
-        comm: Communicator,
+        way: Way,
         place: Place,
         values: Array,
         total: Array,
         dtype: str,
         pieces: Sequence[Piece],
     ) -> None:
+        comm = way.comm
         workspace, n, nbytes = place.workspace, values.size, _HEAD + pieces[-1].end
         send = workspace.array("send", nbytes, np.uint8)
         receive = workspace.array("receive", nbytes * comm.size, np.uint8)
@@ -245,7 +246,7 @@ class CompressedAllGather(CheckedAllGather):
         failure, self._ways.owed = self._ways.owed, None
         for piece in pieces:
             given = wide[piece.start : piece.stop], piece.payload(send[_HEAD:])
-            failure = failure or self._failure(comm, place, piece, "encode_into", *given)
+            failure = failure or self._failure(way, place, piece, "encode_into", *given)
         send[:_HEAD] = failure is not None
         comm.allgather(send, receive)
         # On a GPU only once: to look at what has arrived makes the host wait.
@@ -263,7 +264,7 @@ class CompressedAllGather(CheckedAllGather):
             decoded = out if dtype == "float32" else workspace.array("gathered", n)
             for piece in pieces:
                 sent = piece.payload(part), decoded[piece.start : piece.stop]
-                failure = failure or self._failure(comm, place, piece, "decompress", *sent)
+                failure = failure or self._failure(way, place, piece, "decompress", *sent)
             if decoded is not out:
                 from_float32(decoded, out, dtype, workspace)
         if failure is not None:
@@ -273,7 +274,7 @@ class CompressedAllGather(CheckedAllGather):
             self._ways.owed = failure  # others hear of it in the next exchange
 
     def _failure(
-        self, comm: Communicator, place: Place, piece: Piece, method: str, *given: Any
+        self, way: Way, place: Place, piece: Piece, method: str, *given: Any
     ) -> CompressionFailed | None:
         """Call a compressor's ``method``; return what it raises, as all ranks are to raise it."""
         size, function = piece.stop - piece.start, getattr(piece.compressor, method)
@@ -282,8 +283,9 @@ class CompressedAllGather(CheckedAllGather):
             name=name,
             shape=(size,),
             numel=size,
-            rank=comm.rank,
-            size=comm.size,
+            rank=way.comm.rank,
+            size=way.comm.size,
+            seed=way.seed,
             xp=place.xp,
             workspace=place.workspace,
         )

@@ -15,7 +15,6 @@ from ringlet.compressors.core.context import State
 from ringlet.fusion import CompressionFailed
 from ringlet.fusion.devices.host import Place
 from ringlet.job.process_sets import InvalidArgument
-from ringlet.ring.communicator import Communicator
 from ringlet.ring.dtypes import Array
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, part, told
 from ringlet.torch.parallel.fsdp_pieces import LayoutFailed, Piece
@@ -139,7 +138,7 @@ class FsdpReduction(ABC, Generic[Params]):
         ready = place.ready()
         with place.at_work():
             place.after([ready])
-            self._reduce(comm, place, values, total, *layout)
+            self._reduce(way, place, values, total, *layout)
             mark = place.done([values, total])
         if mark is not None:
             mark.collect()
@@ -233,21 +232,21 @@ class FsdpReduction(ABC, Generic[Params]):
 
     def _reduce(
         self,
-        comm: Communicator,
+        way: Way,
         place: Place,
         values: Array,
         total: Array,
         pieces: list[list[Piece]],
         nbytes: int,
     ) -> None:
-        n, workspace = total.size, place.workspace
+        comm, n, workspace = way.comm, total.size, place.workspace
         send = workspace.array("send", nbytes * comm.size, np.uint8)
         receive = workspace.array("receive", nbytes * comm.size, np.uint8)
         failed = not pieces
         for rank in range(comm.size):
             own, out = values[rank * n : (rank + 1) * n], send[rank * nbytes : (rank + 1) * nbytes]
             for piece in [] if failed else pieces[rank]:
-                context = self._context(rank, piece, comm, place)
+                context = self._context(rank, piece, way, place)
                 given = own[piece.start : piece.stop], piece.payload(out), context
                 failed = failed or self._fails(Stage.ENCODE, piece, "encode_into", *given)
         if failed:
@@ -255,7 +254,7 @@ class FsdpReduction(ABC, Generic[Params]):
         comm.alltoall(send, receive)
         arrived = [receive[rank * nbytes : (rank + 1) * nbytes] for rank in range(comm.size)]
         for piece in [] if failed else pieces[comm.rank]:
-            context = self._context(comm.rank, piece, comm, place)
+            context = self._context(comm.rank, piece, way, place)
             payloads = [piece.payload(part) for part in arrived]
             out = total[piece.start : piece.stop]
             failed = failed or self._fails(Stage.DECODE, piece, "sum_into", payloads, out, context)
@@ -289,7 +288,7 @@ class FsdpReduction(ABC, Generic[Params]):
         failed = CompressionFailed.of(compressor, function, what, error)
         return BackwardFailure(stage, CompressionFailed.__name__, told(failed))
 
-    def _context(self, destination: int, piece: Piece, comm: Communicator, place: Place) -> Context:
+    def _context(self, destination: int, piece: Piece, way: Way, place: Place) -> Context:
         key = f"{destination}.{piece.key}"
         size = piece.stop - piece.start
         return Context(
@@ -298,8 +297,9 @@ class FsdpReduction(ABC, Generic[Params]):
             numel=size,
             state=self.states.setdefault(key, {}),
             step=self.step,
-            rank=comm.rank,
-            size=comm.size,
+            rank=way.comm.rank,
+            size=way.comm.size,
+            seed=way.seed,
             xp=place.xp,
             workspace=place.workspace,
         )

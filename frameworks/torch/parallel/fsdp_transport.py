@@ -16,7 +16,7 @@ from ringlet.fusion import CompressionFailed
 from ringlet.fusion.devices.host import Place
 from ringlet.job.elastic import refuse_in_elastic_job
 from ringlet.job.process_sets import InvalidArgument
-from ringlet.job.session import agreed_places
+from ringlet.job.session import agreed_places, agreed_seed
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.torch.parallel.backward_outcome import (
@@ -76,11 +76,15 @@ def labelled(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 class Way:
-    """How tensors travel in one process group: over what, and from which places."""
+    """How tensors travel in one process group: over what, and from which places.
+
+    All of its ranks draw random numbers by the ``seed`` of the first.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # FSDP calls in the order in which it would use the group itself, on the same thread.
         self.comm = connect_group(group, own=False)
+        self.seed = agreed_seed(self.comm)
         self.places = {place.name: place for place in (Place(), *agreed_places(self.comm))}
         self.users: dict[Any, None] = {}  # the reductions that have gone this way
         self.planned = 0  # the backward pass in which ranks have agreed on their schedules
