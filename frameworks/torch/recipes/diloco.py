@@ -268,9 +268,11 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         """Take the outer step, and begin with what ranks agree on."""
         try:
             self.outer.step()
-        except RingError:
-            # What moved travels again, whole: residuals must not bring a part of it once more.
-            self._ringlet.take_back()
+        except Exception as error:
+            # What moved travels again, whole: residuals must not bring a part of it once more. But
+            # what is still in flight all ranks have reduced, and the next call takes that step.
+            if isinstance(error, RingError) or not self._ringlet.in_flight:
+                self._ringlet.take_back()
             raise
         self._moving = set()
         with torch.no_grad():
