@@ -105,9 +105,10 @@ def broadcast_optimizer_state(
     ranks have other shapes in these places, or the same names in another order.
 
     State travels as JSON and tensors, which are read without executing anything; RingError, the
-    same on every rank, when it holds something else (``ringlet.torch.tensors.state_trees``). As in
-    Horovod, parameters of an optimizer that has no state yet have gradients afterwards: zeros.
-    ``model`` is accepted for Horovod's sake, and not needed.
+    same on every rank, when it holds something else (``ringlet.torch.tensors.state_trees``), or
+    does not fit into some rank's memory. As in Horovod, parameters of an optimizer that has no
+    state yet have gradients afterwards: zeros. ``model`` is accepted for Horovod's sake, and not
+    needed.
     """
     given: object = optimizer
     if not isinstance(given, torch.optim.Optimizer):
@@ -138,8 +139,13 @@ def broadcast_optimizer_state(
         raise RingError(
             f"the optimizer state of rank {root_rank} cannot be broadcast: {told['problem']}"
         )
+    lack = ""
     if runtime.rank != root_rank:
-        arrays = rooms(told["state"])
+        try:
+            arrays = rooms(told["state"])
+        except MemoryError as error:
+            lack = str(error) or type(error).__name__
+    _agree_on_room(lack, root_rank, process_set)  # or the others would wait for a rank without
     names = [f"{name}.{i}" for i in range(len(arrays))]
     json_exchange.broadcast_arrays(arrays, names, root_rank, process_set)
     # The root too: loading converts values to the parameters' dtype, and must do so everywhere.
@@ -150,6 +156,22 @@ def broadcast_optimizer_state(
     if reducer is not None and steps is not None:
         reducer.align(steps)
     _give_gradients(optimizer)
+
+
+def _agree_on_room(lack: str, root_rank: int, process_set: ProcessSet) -> None:
+    """Raise RingError, on all ranks, where some rank says what it lacks. Collective.
+
+    The root has its state, and so lacks nothing.
+    """
+    label = "broadcast_optimizer_state.room"
+    if told_alike(lack, label, process_set):
+        return
+    lacks = json_exchange.gather(
+        lack, f"{label}.lack", process_set, "a text", lambda told: isinstance(told, str)
+    )
+    ranks = process_set.ranks or range(len(lacks))
+    shown = "; ".join(f"rank {r}: {text}" for r, text in zip(ranks, lacks, strict=True) if text)
+    raise RingError(f"the optimizer state of rank {root_rank} has no room on other ranks ({shown})")
 
 
 def _agree_on_places(optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:

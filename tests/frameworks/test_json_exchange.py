@@ -276,6 +276,37 @@ def test_a_state_survives_the_journey():
         dissected({"a": [1, {2}]})
 
 
+def test_a_state_that_one_rank_has_no_room_for_is_refused_on_all(monkeypatch):
+    import ringlet.torch as hvd
+    from ringlet.torch import functions
+
+    rooms, asked = functions.rooms, []
+
+    def short(tree):
+        asked.append(hvd.rank())
+        if hvd.rank() == 1 and asked.count(1) == 1:
+            raise MemoryError("tensors of 9 bytes, where this machine has 8")
+        return rooms(tree)
+
+    def rank_main():
+        hvd.init()
+        model = TORCH.nn.Linear(3, 2)
+        optimizer = TORCH.optim.Adam(model.parameters())
+        model(TORCH.ones(1, 3)).sum().backward()
+        optimizer.step()
+        with pytest.raises(hvd.HorovodInternalError) as told:
+            hvd.broadcast_optimizer_state(optimizer)
+        hvd.broadcast_optimizer_state(optimizer)
+        return str(told.value)
+
+    monkeypatch.setattr(functions, "rooms", short)
+    texts = set(ringlet.run(rank_main, np=3, transport="local"))
+    assert texts == {
+        "the optimizer state of rank 0 has no room on other ranks (rank 1: tensors of 9 bytes, "
+        "where this machine has 8)"
+    }
+
+
 def seals_of_a_job(monkeypatch, *members):
     """Return what the ranks of a job seal that calls ``allgather_object`` once in each set."""
     sealed = {}
