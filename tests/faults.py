@@ -179,7 +179,8 @@ ROWS = (
     Row(
         16,
         "strangers: wrong keys, replays, lengths of 4 GiB, silence, pickles, a seized place",
-        "No code of theirs runs, no memory of ranks is taken for them once these have met, and the job goes on or says why not.",
+        "No code of theirs runs, no memory of ranks is taken for them once these have met, and the "
+        "job goes on or says why not.",
         (
             "ring/test_gloo_proof.py",
             "ring/test_launch_listener.py",
