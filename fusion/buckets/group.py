@@ -23,7 +23,12 @@ from ringlet.fusion.buckets.bucket_owner import BucketOwner
 from ringlet.fusion.buckets.factory import make_bucket
 from ringlet.fusion.buckets.unscaling import Unscaling
 from ringlet.fusion.devices.host import Mark, Place, collect
-from ringlet.fusion.errors import CompressionFailed, DuplicateName, refuse_forked
+from ringlet.fusion.errors import (
+    CompressionFailed,
+    DuplicateName,
+    raised_by_a_signal,
+    refuse_forked,
+)
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.peers import Peers
 from ringlet.fusion.planning.lookahead import pack
@@ -60,6 +65,24 @@ class _Slot(NamedTuple):
     fit: tuple[Any, Any]
     place: Place | None  # one with an order of its own
     pieces: list[tuple[Member, int]]
+
+
+class _Plan(NamedTuple):
+    """Which members travel in which buckets, and what each is to be given."""
+
+    members: dict[str, Member]
+    buckets: list[Bucket]
+    slots: dict[str, _Slot]
+
+
+class _NextStep(NamedTuple):
+    """How a step is to begin."""
+
+    plan: _Plan
+    unplanned: BaseException | None  # why ``plan`` is that of the step before
+    threshold: int
+    hierarchical: bool
+    retunes: list[Retune]  # for later steps
 
 
 def plan(
@@ -118,7 +141,10 @@ class Group(BucketOwner):
         self._unscaling: Unscaling | None = None
         self.finite = True  # whether the last step's results were, under a loss scale
         self.unplanned: BaseException | None = None  # why the step at hand has the plan of the last
-        self._plan([member.at(step) for member in members])
+        now = [member.at(step) for member in members]
+        planned = self._planned(now, self._threshold, self._hierarchical)
+        self.members, self.buckets, self._slots = planned
+        self._now = _StepAtHand(self.buckets)
         self._ready, self._abandoned = ready, abandoned
         self.lock = threading.RLock()  # held while members are handed in, and a step ends
         self._ended = threading.Condition(self.lock)
@@ -131,38 +157,60 @@ class Group(BucketOwner):
         self._told = False  # whether the last thing that the caller heard was a step's failure
         self._marks: list[Mark] = []  # the ends of what was enqueued since ``wait`` has collected
 
-    def _plan(self, members: list[Member]) -> None:
-        """Plan, between steps; what raises leaves the plan as it was."""
+    def _planned(self, members: list[Member], threshold: int, hierarchical: bool) -> _Plan:
+        """Return a plan for ``members``, which changes nothing yet."""
         pieces = [piece for member in members for piece in divide(member)]
-        planned = plan(pieces, self._threshold, self._lookahead, self._early)
-        buckets = [make_bucket(b, self.peers, self._hierarchical, self._verify) for b in planned]
-        self.members = {member.request.name: member for member in members}
-        self.buckets: list[Bucket] = buckets
-        self.unscale(self._unscaling)
-        self._now = _StepAtHand(buckets)
-        self._slots = {
-            name: _Slot(m.request.fit, m.place if m.place.ordered else None, [])
-            for name, m in self.members.items()
+        planned = plan(pieces, threshold, self._lookahead, self._early)
+        buckets = [make_bucket(b, self.peers, hierarchical, self._verify) for b in planned]
+        for bucket in buckets:
+            bucket.unscaling = self._unscaling
+        slots = {
+            m.request.name: _Slot(m.request.fit, m.place if m.place.ordered else None, [])
+            for m in members
         }
-        for i, bucket in enumerate(planned):
-            for piece in bucket:
-                self._slots[piece.request.name].pieces.append((piece, i))
+        for i, of_bucket in enumerate(planned):
+            for piece in of_bucket:
+                slots[piece.request.name].pieces.append((piece, i))
+        return _Plan({member.request.name: member for member in members}, buckets, slots)
 
-    def _replan(self) -> None:
+    def _look_ahead(self, step: int, turn: int) -> _NextStep:
         """Plan anew when a schedule or new limits say so: at the same step on every rank.
 
-        What raises is kept in ``unplanned``, for the step that cannot be planned to fail with.
+        What raises is kept in ``unplanned``, for the step that cannot be planned to fail with; but
+        what a signal's handler raises is raised, and nothing has changed.
         """
-        due, self.unplanned = self.unplanned is not None, None
-        while self._retunes and self._retunes[0].turn <= self.turn:
+        planned = _Plan(self.members, self.buckets, self._slots)
+        due, unplanned = self.unplanned is not None, None
+        threshold, hierarchical, retunes = self._threshold, self._hierarchical, self._retunes
+        while retunes and retunes[0].turn <= turn:
             due = True
-            _, self._threshold, self._hierarchical = self._retunes.pop(0)
-        try:
-            now = [member.at(self.step) for member in self._declared]
-            if due or [m.compressor for m in now] != [m.compressor for m in self.members.values()]:
-                self._plan(now)
-        except BaseException as error:  # a plugin's, such as SystemExit, or a panic of Rust's
-            self.unplanned = error
+            _, threshold, hierarchical = retunes[0]
+            retunes = retunes[1:]
+        if self._scheduled or due:
+            try:
+                now = [member.at(step) for member in self._declared]
+                last = self.members.values()
+                if due or [m.compressor for m in now] != [m.compressor for m in last]:
+                    planned = self._planned(now, threshold, hierarchical)
+            except BaseException as error:  # a plugin's, such as SystemExit, or a panic of Rust's
+                if raised_by_a_signal(error):
+                    raise
+                unplanned = error
+        return _NextStep(planned, unplanned, threshold, hierarchical, retunes)
+
+    def _go_on_at(self, step: int, turn: int) -> None:
+        """Let ``step`` be the one at hand, unless a signal's handler has done so meanwhile."""
+        last = self.turn
+        following = self._look_ahead(step, turn)
+        now = _StepAtHand(following.plan.buckets)
+        if self.turn != last:
+            return
+        # Nothing is called from here on, so that no signal comes between.
+        self.members, self.buckets, self._slots = following.plan
+        self.unplanned = following.unplanned
+        self._threshold, self._hierarchical = following.threshold, following.hierarchical
+        self._retunes = following.retunes
+        self._now, self.step, self.turn = now, step, turn
 
     @property
     def hash(self) -> str:
@@ -318,7 +366,7 @@ class Group(BucketOwner):
         """Wait until every bucket is reduced; then the next step may begin.
 
         Raises what went wrong, the same on every rank, or TimeoutError after ``timeout`` seconds;
-        EngineClosed in a forked child.
+        EngineClosed in a forked child. After a TimeoutError, or a signal, it can be repeated.
         """
         refuse_forked(self._pid)
         with self._ended:
@@ -336,11 +384,9 @@ class Group(BucketOwner):
         with self.lock:
             if self.in_step:
                 raise RuntimeError(f"group {self.title!r} cannot go on at another step in mid-step")
-            self.step = step
             for bucket in self.buckets:  # states may be another job's by now
                 bucket.settle()
-            if self._scheduled:
-                self._replan()
+            self._go_on_at(step, self.turn)
 
     def acknowledge(self) -> None:
         """Note that the caller begins a new step: ``abandon`` gives that one up."""
@@ -533,20 +579,16 @@ class Group(BucketOwner):
         if self.turn != turn:
             return self._outcome, []
         error = self._outcome = self._error
+        self.finite = all(bucket.finite for bucket in self.buckets)
+        self._begin()  # first: where a signal interrupts this, the step can be collected again
         self._failures.pop(turn, None)
         self._told = error is not None
-        self.finite = all(bucket.finite for bucket in self.buckets)
-        self._begin()
         self._ended.notify_all()
         marks, self._marks = self._marks, []
         return error, marks
 
     def _begin(self) -> None:
-        self._now = _StepAtHand(self.buckets)
-        self.step += 1
-        self.turn += 1
-        if self._scheduled or self._retunes or self.unplanned is not None:
-            self._replan()
+        self._go_on_at(self.step + 1, self.turn + 1)
 
 
 def _settle(marks: Sequence[Mark], error: Exception | None) -> None:

@@ -441,14 +441,14 @@ class Handler:
         sys.exit(7)
 
 
-@pytest.mark.parametrize(
-    ("handler", "raised"),
-    [
-        (signal.default_int_handler, KeyboardInterrupt),
-        (lambda number, frame: sys.exit(7), SystemExit),
-        (Handler().leave, SystemExit),
-    ],
-)
+HANDLERS = [
+    (signal.default_int_handler, KeyboardInterrupt),
+    (lambda number, frame: sys.exit(7), SystemExit),
+    (Handler().leave, SystemExit),
+]
+
+
+@pytest.mark.parametrize(("handler", "raised"), HANDLERS)
 def test_a_signal_while_kernels_are_compiled_is_no_fault_of_the_compressor(
     monkeypatch, handler, raised
 ):
@@ -620,6 +620,72 @@ def test_all_who_wait_for_a_step_go_on_though_the_next_cannot_be_planned(unplann
         return errors, other.is_alive()
 
     assert with_engines(SIZE, body) == [([], False)] * SIZE
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("handler", "raised"), HANDLERS)
+def test_a_signal_while_a_step_is_planned_is_raised_and_the_wait_can_be_repeated(
+    faults, handler, raised, fails
+):
+    """It was swallowed, and the next step failed on all ranks for a fault of the compressor."""
+    coming = [1]  # the step whose planning is interrupted, on rank 0
+
+    @register("planning")
+    class Planning(Modifier):
+        def at(self, step):
+            if step in coming and threading.current_thread() is threading.main_thread():
+                coming.clear()
+                signal.raise_signal(signal.SIGUSR1)
+            return self
+
+    def begin(group):
+        values = np.ones(N, np.float32)
+        group.submit("w0", values)
+        return values
+
+    def end(group, values):
+        try:
+            group.wait(WAIT)
+        except RingError as error:
+            return f"{type(error).__name__}: {error}"
+        return float(values[0])
+
+    def rank_main(engine, interrupted=False):
+        request = Request("w0", shape=(N,), spec="gathered | planning")
+        group = engine.declare("g", [request], [parse(request.spec)], [{}])
+        values = begin(group)
+        if interrupted:
+            with pytest.raises(raised):
+                group.wait(WAIT)
+        found = [end(group, values)]
+        sync(engine)
+        faults.clear()
+        sync(engine)
+        found += [end(group, begin(group)) for _ in range(2)]
+        return found
+
+    if fails:
+        faults.plan("compress", 1, "Panic")
+    world, others = LocalWorld(2), []
+
+    def rank_1():
+        engine = Engine(world.communicators[1], open_control, Limits())
+        others.append(rank_main(engine))
+        engine.shutdown()
+
+    thread = threading.Thread(target=rank_1, daemon=True)
+    thread.start()
+    engine = Engine(world.communicators[0], open_control, Limits())
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        found = rank_main(engine, interrupted=True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        engine.shutdown()
+        thread.join(WAIT)
+    assert [found] == others
+    assert found[1:] == [1.0, 1.0]
+    assert "Panic: index out of bounds" in found[0] if fails else found[0] == 1.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
