@@ -21,7 +21,7 @@ from ringlet.fusion.autotune.tuned_limits import settled
 from ringlet.fusion.background_loop import Loop
 from ringlet.fusion.buckets.group import Group
 from ringlet.fusion.devices.host import Place
-from ringlet.fusion.errors import DuplicateName, in_words
+from ringlet.fusion.errors import DuplicateName, in_words, raised_by_a_signal
 from ringlet.fusion.extensions import ENGINE_THREAD, Extensions
 from ringlet.fusion.lifetime import Lifetime
 from ringlet.fusion.limits import Limits
@@ -173,11 +173,13 @@ class Engine:
         rank, what went wrong:
         DuplicateName for a name that stands there twice, what a compressor raised, TypeError or
         ValueError for what is not defined (``ringlet.fusion.requests.legality``), ValueError for
-        more than a control message holds.
+        more than a control message holds. What a signal raises meanwhile, such as Ctrl-C, is raised
+        at once, and told to the other ranks; then all of them can declare the name again.
         """
         size = self._size_of(process_set)
         key = process_set, name
         handle = self._expected(key)
+        message = b""
         try:
             for request in requests:
                 if request.kind != "allreduce":
@@ -188,14 +190,22 @@ class Engine:
             )
             told = ",".join(request.text for request in requests)
             body = f'[{process_set},{dumps(name).decode()},[{told}],""]'.encode()
-            self._send(m.DECLARE + body)
-        except Exception as error:
-            # The others have declared it, or will: let them hear why they cannot have the group.
-            self._ask(key, m.DECLARE + dumps([*key, [], in_words(error)]))
-            with suppress(RingError):
-                handle.wait()
+            message = m.DECLARE + body
+            self._send(message)
+        except BaseException as error:
+            handle.abandoned = raised_by_a_signal(error)
+            if not (handle.abandoned and message):  # else it is on its way all the same
+                # The others have declared it, or will: let them hear why they cannot have the group
+                self._ask(key, m.DECLARE + dumps([*key, [], in_words(error)]))
+            if not handle.abandoned:
+                with suppress(RingError):
+                    handle.wait()
             raise
-        group: Group = handle.wait()
+        try:
+            group: Group = handle.wait()
+        except BaseException as error:
+            handle.abandoned = raised_by_a_signal(error)
+            raise
         return group
 
     def entitle(self, group: Group, title: str) -> None:
@@ -342,13 +352,21 @@ class Engine:
             uninterrupted(self._control.send, message)
 
     def _expected(self, key: Hashable) -> Expected:
-        """Return what is done when the answer to ``key`` comes."""
+        """Return what is done when the answer to ``key`` comes.
+
+        That to a call that was interrupted is waited for first: it would look like this one's.
+        """
         handle = Expected(str(key), self._signal)
-        with self._life.lock:
-            self._life.check_open()
-            if not self._worker.expect(key, handle):
+        while True:
+            with self._life.lock:
+                self._life.check_open()
+                awaited = self._worker.expect(key, handle)
+            if awaited is handle:
+                return handle
+            if not awaited.abandoned:
                 raise DuplicateName(f"another thread waits for the same already: {key}")
-        return handle
+            with suppress(RingError):
+                awaited.wait()
 
     def _admit(self, works: Sequence[Work]) -> None:
         """Raise where the engine has ended; note when ``works`` came, while somebody observes."""

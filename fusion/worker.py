@@ -104,9 +104,9 @@ class Worker:
         }
         self.actions: dict[str, Callable[[Any, bool], None]] = {}
 
-    def expect(self, key: Hashable, handle: Expected) -> bool:
-        """Finish ``handle`` when the answer to ``key`` comes; False if one is awaited already."""
-        return self._expected.setdefault(key, handle) is handle
+    def expect(self, key: Hashable, handle: Expected) -> Expected:
+        """Finish ``handle`` when the answer to ``key`` comes; return what is awaited for it."""
+        return self._expected.setdefault(key, handle)
 
     def severed(self) -> list[int]:
         """Return the ranks to which a connection has ended that exchanges under way need."""

@@ -126,12 +126,16 @@ class Handle:
 
 
 class Expected(Handle):
-    """The answer to a call that all ranks make; ``detail`` is what its handler needs."""
+    """The answer to a call that all ranks make; ``detail`` is what its handler needs.
 
-    __slots__ = ("detail",)
+    It is ``abandoned`` where a signal has interrupted the call: nobody waits for it any more.
+    """
+
+    __slots__ = ("abandoned", "detail")
 
     def __init__(self, name: str, signal: Signal) -> None:
         super().__init__(name, signal)
+        self.abandoned = False
         self.detail: Any = None
 
 

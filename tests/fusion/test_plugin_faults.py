@@ -448,6 +448,74 @@ HANDLERS = [
 ]
 
 
+def on_the_main_thread(first, second, handler):
+    """Return what ``first(engine)`` returns on rank 0, where SIGUSR1 has ``handler``.
+
+    And what ``second(engine)`` returns on rank 1, whose thread no signal interrupts.
+    """
+    world, others = LocalWorld(2), []
+
+    def rank_1():
+        engine = Engine(world.communicators[1], open_control, Limits())
+        others.append(second(engine))
+        engine.shutdown()
+
+    thread = threading.Thread(target=rank_1, daemon=True)
+    thread.start()
+    engine = Engine(world.communicators[0], open_control, Limits())
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        found = first(engine)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        engine.shutdown()
+        thread.join(WAIT)
+    return found, *others
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(("handler", "raised"), HANDLERS)
+def test_a_declaration_that_a_signal_interrupts_is_told_to_all_and_can_be_repeated(
+    monkeypatch, handler, raised, early
+):
+    """Its name was taken for ever, and the others waited. ``early``: they declare before."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    declared, interrupted, coming = threading.Event(), threading.Event(), [True]
+
+    @register("planning")
+    class Planning(Modifier):
+        def at(self, step):
+            if coming and threading.current_thread() is threading.main_thread():
+                coming.clear()
+                assert not early or declared.wait(WAIT)
+                signal.raise_signal(signal.SIGUSR1)
+            return self
+
+    def rank_main(engine, error):
+        with pytest.raises(error) as caught:
+            stepper(engine, ["fp16 | planning"], declared=True)
+        interrupted.set()
+        step, _ = stepper(engine, ["fp16 | planning"], declared=True)
+        return str(caught.value), float(step(np.ones(N, np.float32))[0][0])
+
+    def other(engine):
+        send = engine._control.send
+
+        def noted(message):
+            send(message)
+            declared.set()
+
+        assert early or interrupted.wait(WAIT)
+        engine._control.send = noted
+        return rank_main(engine, Mismatch)
+
+    (_, first), (text, second) = on_the_main_thread(
+        lambda engine: rank_main(engine, raised), other, handler
+    )
+    assert first == second == 1.0
+    assert text.startswith(f"'g' was not declared: rank 0: {raised.__name__}")
+
+
 @pytest.mark.parametrize(("handler", "raised"), HANDLERS)
 def test_a_signal_while_kernels_are_compiled_is_no_fault_of_the_compressor(
     monkeypatch, handler, raised
@@ -666,24 +734,8 @@ def test_a_signal_while_a_step_is_planned_is_raised_and_the_wait_can_be_repeated
 
     if fails:
         faults.plan("compress", 1, "Panic")
-    world, others = LocalWorld(2), []
-
-    def rank_1():
-        engine = Engine(world.communicators[1], open_control, Limits())
-        others.append(rank_main(engine))
-        engine.shutdown()
-
-    thread = threading.Thread(target=rank_1, daemon=True)
-    thread.start()
-    engine = Engine(world.communicators[0], open_control, Limits())
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        found = rank_main(engine, interrupted=True)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        engine.shutdown()
-        thread.join(WAIT)
-    assert [found] == others
+    found, other = on_the_main_thread(lambda e: rank_main(e, interrupted=True), rank_main, handler)
+    assert found == other
     assert found[1:] == [1.0, 1.0]
     assert "Panic: index out of bounds" in found[0] if fails else found[0] == 1.0
 
