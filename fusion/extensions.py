@@ -58,6 +58,8 @@ class Extensions:
         """Wait until what was to be called soon has run, or the engine has stopped."""
         if threading.current_thread().name.startswith(ENGINE_THREAD):
             return  # the engine itself is leaving
+        if os.getpid() != self._pid:
+            return  # in a forked child, which has no engine's thread
         ran = threading.Event()
         self.call_soon(ran.set)
         while self._open and not ran.wait(min(timeout, 0.05)):

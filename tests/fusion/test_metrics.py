@@ -1,6 +1,8 @@
 """Metrics: what records hold, where they go, and that they change nothing."""
 
 import json
+import os
+import signal
 import threading
 import time
 
@@ -319,3 +321,21 @@ def test_a_slow_network_is_not_measured_for_long(monkeypatch):
     networks = run_local(measure, 2)
     assert networks[0] == networks[1]
     assert len(calls) == 2 * 3 * 3  # ranks, sizes and copies, times with the first one
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_engine_to_stop_recording():
+    """It waited for a minute."""
+
+    def body(engine):
+        recording = engine.metrics.start([Callback(lambda record: None)], network=False)
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            recording.stop()
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        recording.stop()
+        return code
+
+    assert with_engines(1, body) == [0]
