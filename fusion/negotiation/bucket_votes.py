@@ -76,6 +76,7 @@ class BucketVotes:
         self._turns: dict[tuple[int, str], int] = {}  # how often a name was declared
         self._of: dict[int, _Ballot] = {}
         self._names: dict[int, str] = {}  # of declared groups
+        self._titles: dict[int, str] = {}  # what those of them are called that were entitled
         self._released: dict[int, set[int]] = {}  # the ranks that have no use for a group any more
 
     def declare(
@@ -157,7 +158,7 @@ class BucketVotes:
             return []
         del self._released[group]
         self._of.pop(group, None)
-        name = self._names.pop(group, None)
+        name = self._forget(group)
         if name is None:
             return []  # a batch, which ranks have forgotten
         self._turns.pop((peers.number, name), None)
@@ -240,7 +241,9 @@ class BucketVotes:
                 told += self.fail(peers, m.Failure(*at, "gone", text), gone)
             if ballot.peers is peers and retire:
                 del self._of[number]
-                self._names.pop(number, None)
+                name = self._forget(number)
+                if name is not None:
+                    self._turns.pop((peers.number, name), None)
                 self._released.pop(number, None)
         return told
 
@@ -256,13 +259,27 @@ class BucketVotes:
         return found
 
     def _in_words(self, number: int) -> str:
-        name = self._names.get(number)
-        return "a batch" if name is None else f"a step of {name!r}"
+        title = self._title(number)
+        return "a batch" if title is None else f"a step of {title!r}"
+
+    def _title(self, number: int) -> str | None:
+        """Return what a declared group is called; None for a batch."""
+        return self._titles.get(number, self._names.get(number))
 
     def entitle(self, group: int, title: str) -> None:
-        """Call a declared group so, where it is told what waits and what failed."""
-        if group in self._names:
-            self._names[group] = title
+        """Call a declared group so, where it is told what waits and what failed. From any thread.
+
+        No lock is taken: a signal's handler may interrupt this, and wait for the coordinator.
+        """
+        self._titles[group] = title
+        if group not in self._names:  # looked at last: ``_forget`` takes the name first
+            self._titles.pop(group, None)
+
+    def _forget(self, number: int) -> str | None:
+        """Forget what a group is called; return the name it was declared by. None for a batch."""
+        name = self._names.pop(number, None)
+        self._titles.pop(number, None)
+        return name
 
     def calls(self) -> dict[tuple[int, str], Wait]:
         """Return the declarations that wait for other ranks."""
@@ -288,8 +305,8 @@ class BucketVotes:
         self, peers: RequestTable, ballot: _Ballot, group: int, text: str
     ) -> list[bytes]:
         """Fail a step, and all later ones: ranks have drifted apart."""
-        name = self._names.get(group)
-        text = f"{'a batch' if name is None else f'group {name!r}'}: {text}"
+        title = self._title(group)
+        text = f"{'a batch' if title is None else f'group {title!r}'}: {text}"
         at = peers.number, group, ballot.epoch, ballot.turn
         return self.fail(peers, m.Failure(*at, "mismatch", text))
 

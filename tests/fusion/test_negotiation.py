@@ -278,6 +278,29 @@ def test_a_declaration_is_refused_for_joined_ranks_once_nobody_else_is_awaited()
     assert "'g' was not declared: rank 2 joined" in text
 
 
+@pytest.mark.parametrize("title", [None, "SGD"])
+@pytest.mark.parametrize("how", ["released", "removed"])
+def test_nothing_is_kept_of_a_group_that_is_forgotten(title, how):
+    """As of a sweep's optimizers, each of which was counted for ever under a name of its own."""
+    coordinator = Coordinator(1)
+    votes = coordinator._votes
+    (answer,) = coordinator.on_message(0, m.ADD_SET + dumps([0]))
+    number = m.SetChange(*loads(answer[1:])).number
+    declared = m.DECLARE + dumps([number, "g", [Request("w", shape=(4,)).to_list()], ""])
+    (answer,) = coordinator.on_message(0, declared)
+    group = loads(answer[1:])[2]
+    if title:
+        coordinator.entitle(group, title)
+    coordinator.on_message(0, m.pack_vote(m.Vote(group, 0, 0, 10, process_set=number)))
+    if how == "released":
+        coordinator.on_message(0, m.RELEASE + dumps([number, group]))
+    else:
+        coordinator.on_message(0, m.REMOVE_SET + dumps(number))
+    coordinator.entitle(group, "too late")
+    kept = [votes._of, votes._names, votes._titles, votes._turns, votes._released, votes._calls]
+    assert not any(kept)
+
+
 def test_jobs_go_on_beyond_as_many_batches_as_32_bits_count(monkeypatch):
     starts = iter([1 << 32, 1])  # of numbers, and of versions
     shim = SimpleNamespace(count=lambda first: itertools.count(next(starts)))
