@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ringlet.fusion import Request
+from ringlet.fusion.requests.handle import wait_all
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
@@ -83,9 +84,7 @@ def broadcast_arrays(
         (Request(n, "broadcast", "uint8", a.shape, root=root, process_set=number), a, None, None)
         for n, a in zip(names, arrays, strict=True)
     ]
-    handles = current().engine.submit_all(items)
-    for handle in handles:
-        handle.wait()
+    wait_all(current().engine.submit_all(items))
 
 
 def _sizes(size: int, name: str, process_set: ProcessSet) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Request
+from ringlet.fusion.requests.handle import wait_all
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.keras.backends import backend
@@ -121,8 +122,7 @@ def broadcast_arrays(
         shape = array.shape if dtype in DTYPES else plain.shape
         request = Request(name, "broadcast", travels, shape, root=root, process_set=number)
         items.append((request, plain, None, None))
-    for handle in current().engine.submit_all(items):
-        handle.wait()
+    wait_all(current().engine.submit_all(items))
 
 
 def averaged(values: Sequence[float], name: str) -> list[float]:

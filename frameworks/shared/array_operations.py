@@ -12,12 +12,13 @@ import numpy as np
 from ringlet.compressors.specs.edition import edition
 from ringlet.fusion import Request
 from ringlet.fusion.devices.host import Place
+from ringlet.fusion.requests.handle import wait_all
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
 from ringlet.shared.arrays import flat, numpy_dtype, shaped
 from ringlet.shared.reduction_arguments import Reduction
-from ringlet.shared.requests import group_requests, member_names, rows_to_send, wait_all
+from ringlet.shared.requests import group_requests, member_names, rows_to_send
 
 
 def name_of_type(array: Array) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,25 +21,6 @@ from ringlet.ring.dtypes import FLOATS
 
 SUMS = (ReduceOp.AVERAGE, ReduceOp.SUM)
 Factors = tuple[float, float]  # what values are multiplied by before and after they are combined
-
-
-class Waitable(Protocol):
-    """An operation under way."""
-
-    def wait(self) -> object:
-        """Wait until it is done; raises what went wrong."""
-
-
-def wait_all(handles: Iterable[Waitable]) -> None:
-    """Wait for every handle, so that all names are free again; then raise the first error."""
-    errors: list[Exception] = []
-    for handle in handles:
-        try:
-            handle.wait()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 def reduce_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from ringlet.fusion.requests.handle import wait_all
 from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import SAME_MODEL, agree, told_alike
-from ringlet.shared.requests import wait_all
 from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.movements import broadcast_async_
 from ringlet.torch.optimizer.checkpoint import STATE_KEY

@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,32 @@ log = logging.getLogger("ringlet")
 _NOTHING: Array = np.empty(0, np.float32)
 
 Output = Array | Callable[[int], Array] | None  # where a result goes, or what makes room for it
+
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Waitable(Protocol[Result_co]):
+    """An operation under way."""
+
+    def wait(self) -> Result_co:
+        """Wait until it is done, and return its result; raises what went wrong."""
+
+
+def wait_all(handles: Iterable[Waitable[Result_co]]) -> list[Result_co]:
+    """Wait for every handle, so that all names are free again; return the results.
+
+    Raises the first error, after that.
+    """
+    results: list[Result_co] = []
+    errors: list[Exception] = []
+    for handle in handles:
+        try:
+            results.append(handle.wait())
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
 
 
 class Signal:

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import sys
+import time
 from pathlib import Path
 
 import cloudpickle
@@ -213,6 +214,27 @@ def test_a_broadcast_is_read_by_its_root_too():
     assert len({text for _, text in results}) == 1
     assert results[0] == ([1], results[0][1])
     assert "x: rank 2 sent '{\"a\": 2}' where a list is expected" in results[0][1]
+
+
+def test_no_name_is_taken_any_more_when_a_broadcast_of_several_has_failed():
+    """Who tried again at once was told of a duplicate name."""
+
+    def body(rank):
+        odd, other = np.zeros(2 + rank, np.uint8), np.full(4, rank, np.uint8)
+        together = [([odd, other], ["odd", "other"])]
+        apart = [([odd], ["odd"]), ([other], ["other"])]
+        for arrays, names in apart if rank else together:
+            to = arrays, names, 0, global_process_set
+            if "odd" not in names:
+                time.sleep(0.2)  # in which the other rank, if it did not wait, has tried again
+                json_exchange.broadcast_arrays(*to)
+                continue
+            with pytest.raises(Mismatch):
+                json_exchange.broadcast_arrays(*to)
+        json_exchange.broadcast_arrays([other], ["other"], 0, global_process_set)
+        return other.tolist()
+
+    assert on_ranks(2, body) == [[0] * 4] * 2
 
 
 def test_digests_are_alike_or_not_on_every_rank():

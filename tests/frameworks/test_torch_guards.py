@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 import warnings
 from collections import defaultdict
 from operator import is_
@@ -1078,3 +1079,22 @@ def test_the_last_rank_pays_what_was_held_back_to_what_is_trained(sparse):
 
     shards = ringlet.run(train, np=2, transport="local")
     assert ringlet.run(train, args=(shards,), np=1, transport="local") == [0]
+
+
+def test_no_name_is_taken_any_more_when_a_sparse_reduction_has_failed():
+    """Who tried again at once was told of a duplicate name."""
+
+    def work():
+        rows = torch.eye(3).to_sparse()
+        if hvd.rank():
+            with pytest.raises(Mismatch):
+                hvd.allgather(torch.zeros(3), name="rows.indices")  # of another shape and dtype
+            time.sleep(0.2)  # in which the other rank, if it did not wait, has tried again
+            hvd.allgather(torch.ones(3), name="rows.values")
+        else:
+            with pytest.raises(Mismatch):
+                hvd.synchronize(hvd.sparse_allreduce_async(rows, "rows", hvd.Sum))
+        found = hvd.synchronize(hvd.sparse_allreduce_async(rows, "rows", hvd.Sum))
+        return found.to_dense().tolist()
+
+    assert ranks(work) == [(2 * torch.eye(3)).tolist()] * 2

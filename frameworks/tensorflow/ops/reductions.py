@@ -16,6 +16,7 @@ from ringlet.compressors.specs.edition import edition
 from ringlet.compressors.specs.routes import Spec
 from ringlet.fusion import Handle, Request
 from ringlet.fusion.devices.host import Place
+from ringlet.fusion.requests.handle import wait_all
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.job.session import current
 from ringlet.ring.communicator import ReduceOp
@@ -26,7 +27,6 @@ from ringlet.shared.reduction_arguments import Reduction
 from ringlet.shared.requests import (
     group_requests,
     refuse_one,
-    wait_all,
 )
 from ringlet.tensorflow.ops.autodiff import STOP, differentiable
 from ringlet.tensorflow.ops.bridge import as_written, begin, operation_name

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringlet.fusion.requests.handle import wait_all
 from ringlet.job.elastic import in_function
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.session import Runtime, current, is_initialized
@@ -115,8 +116,7 @@ class EpochGroup(_Group):  # type: ignore[misc]
         try:
             with torch.no_grad():
                 handles: list[TorchHandle | _Rows] = [start(tensor) for tensor in given]
-                for handle in handles:
-                    handle.wait()
+                wait_all(handles)
         except Exception as error:
             backward = torch._C._current_graph_task_id()
             if backward == NO_BACKWARD:

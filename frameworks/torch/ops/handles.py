@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ringlet.fusion import Handle
+from ringlet.fusion.requests.handle import wait_all
 from ringlet.ring.errors import RingError
-from ringlet.shared.requests import wait_all
 from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.tensors.views import note_written
 
@@ -120,7 +120,7 @@ class SparseHandle:
 
     def wait(self) -> torch.Tensor:
         """Wait, and return the sparse tensor."""
-        return self._result(*[handle.wait() for handle in self._handles])
+        return self._result(*wait_all(self._handles))
 
     def forget(self) -> None:
         """Wait for what is under way, and ignore how it ends."""
