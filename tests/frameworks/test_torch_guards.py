@@ -1098,3 +1098,18 @@ def test_no_name_is_taken_any_more_when_a_sparse_reduction_has_failed():
         return found.to_dense().tolist()
 
     assert ranks(work) == [(2 * torch.eye(3)).tolist()] * 2
+
+
+def test_a_handle_of_one_tensor_is_a_handle_in_all_respects():
+    """It lacked a result of the kind that its base has."""
+
+    def work():
+        x, y = torch.ones(3), torch.ones(3)
+        hvd.allreduce_(x, name="x")  # the second call of a name has a handle of its own kind
+        one, several = hvd.allreduce_async_(x, name="x"), hvd.grouped_allreduce_async_([y])
+        assert type(one) is not type(several)
+        assert one.wait() is one._outcome() is x
+        assert several.wait()[0] is several._outcome()[0] is y
+        return True
+
+    assert ranks(work) == [True] * 2

@@ -76,8 +76,6 @@ class WrittenHandle(TorchHandle):
 class WrittenTensor(TorchHandle):
     """One ``operation`` under way whose result the engine writes to ``output`` itself."""
 
-    __slots__ = ("_operation", "_output")
-
     def __init__(self, operation: Handle, output: torch.Tensor) -> None:
         self._operation, self._output = operation, output
 
@@ -103,9 +101,11 @@ class WrittenTensor(TorchHandle):
     def wait(self) -> torch.Tensor:
         """Wait, and return the tensor; raises what went wrong, the same on every rank."""
         self._operation.wait()
-        output = self._output
-        note_written(output)
-        return output
+        return self._outcome()
+
+    def _outcome(self) -> torch.Tensor:
+        note_written(self._output)
+        return self._output
 
 
 class SparseHandle:
