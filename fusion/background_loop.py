@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 
 from ringlet.fusion.buckets.group import Group
 from ringlet.fusion.errors import BrokenElsewhere, EngineClosed, LostElsewhere, in_words
@@ -17,6 +18,7 @@ from ringlet.fusion.worker import Worker
 from ringlet.ring.control.plane import ControlPlane
 from ringlet.ring.errors import PeerLost
 from ringlet.ring.interrupt import hold
+from ringlet.ring.pipeline import LOOK_S
 
 log = logging.getLogger("ringlet")
 
@@ -24,9 +26,9 @@ _ENDING_S = 0.5  # how long the end of a rank may take to be known, once its con
 _NAMING_S = 2.0  # how long to wait for the coordinator's word on a connection that broke
 _LAST_S = 2.0  # for exchanges under way when a rank has left
 _SENT_S = 0.3  # for what a rank had sent before it was lost
-_LOOK_S = 0.5  # between two looks whether connections still stand that exchanges need
-_LOOKS = 3  # in a row that found one ended: gloo tells of most, and what had come is worked on
+_LOOKS = 3  # in a row that found a connection ended: gloo tells of most, and works on what had come
 _LEAVING_S = 10.0  # how long to wait until the coordinator has heard the goodbye
+_LAST_LOOKS = round(_LEAVING_S / LOOK_S)  # instead of ``_LOOKS``, while this rank leaves
 _LONGEST_S = 3600.0  # of one wait: some say "never" with more than poll takes, 24 days
 
 
@@ -47,6 +49,15 @@ class Announcements:
     def next(self) -> bytes | None:
         """Return the next message, or None."""
         return self._heard.popleft() if self._heard else None
+
+    def look_for_end(self) -> None:
+        """Raise the coordinator's word on what ends this engine, if it has come. Never waits."""
+        with suppress(PeerLost):  # a rank 0 that has left in good order has done its part
+            self.listen(0.0)
+            self._control.wake()  # what was taken may have been a wake-up, for the next to listen
+        for message in self._heard:
+            if (end := m.unpack_end(message)) is not None:
+                raise end
 
     def cause_of(self, error: PeerLost) -> Exception:
         """Return the coordinator's word on why ``error`` came, which all ranks hear; or ``error``.
@@ -98,6 +109,7 @@ class Loop:
         self._check_every, self._checked = check_every, time.monotonic()
         self._looked = time.monotonic()  # at connections, last
         self._severed = 0  # looks in a row that found one ended
+        worker.pipeline.look = self._look_while_draining
         hold(self)  # the coordinator tells why a collective failed
 
     def run(self) -> None:
@@ -178,22 +190,28 @@ class Loop:
         patience = self._requester.patience(self._check_every)
         if patience is None and not worker.pipeline.busy:
             return None
-        longest = _LOOK_S if worker.pipeline.busy else _LONGEST_S
+        longest = LOOK_S if worker.pipeline.busy else _LONGEST_S
         return longest if patience is None else min(patience, longest)
+
+    def _look_while_draining(self) -> None:
+        """Raise what a round would find that ends exchanges which cannot end by themselves."""
+        self._announcements.look_for_end()
+        self._look_at_connections()
 
     def _look_at_connections(self) -> None:
         """Raise PeerLost where an exchange can never end: gloo does not tell of every message.
 
-        What a rank that has left in good order sent before may still be on its way to a lane.
+        What a rank that has left in good order sent before may still be on its way to a lane; most
+        leave while this one does.
         """
         now = time.monotonic()
         if not self._worker.pipeline.busy:
             self._severed = 0
-        elif now - self._looked >= _LOOK_S:
+        elif now - self._looked >= LOOK_S:
             self._looked = now
             severed = self._worker.severed()
             self._severed = self._severed + 1 if severed else 0
-            if self._severed == _LOOKS:
+            if self._severed == (_LAST_LOOKS if self._life.closing else _LOOKS):
                 why = "a connection ended while a message was on its way"
                 raise PeerLost(why, severed=severed)
 

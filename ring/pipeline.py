@@ -21,13 +21,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from ringlet.ring.errors import ExchangeFailed, PeerLost
 from ringlet.ring.interrupt import notify
 
 DEPTH = 4  # exchanges under way at once; each holds what it has received
+LOOK_S = 0.5  # between two looks at what may end a wait for all exchanges
 _PATIENCE_S = 2.0  # for a lane whose collective was interrupted; gloo's may not come back
 
 
@@ -126,10 +127,13 @@ class Pipeline:
     """Exchanges of one thread, its owner, in one order. ``wake`` is called when a lane is done.
 
     At most ``depth`` are under way, which the owner may change at any time; ranks need not agree.
+    ``look``, which the owner may set, is called now and then while ``drain`` waits, as nothing else
+    runs on this thread then; what it raises ends the wait.
     """
 
     def __init__(self, wake: Callable[[], None], depth: int = DEPTH, name: str = "") -> None:
         self._wake, self.depth, self._name = wake, depth, name
+        self.look: Callable[[], None] = _nothing
         self._waiting: deque[Flight] = deque()
         self._parked: Flight | None = None  # until it is alone; nothing begins meanwhile
         self._under_way = 0
@@ -176,7 +180,12 @@ class Pipeline:
     def drain(self) -> None:
         """Wait for the end of all exchanges."""
         while self.busy:
-            self._go_on(self._landed.get())
+            try:
+                flight = self._landed.get(timeout=LOOK_S)
+            except Empty:
+                self.look()
+                continue
+            self._go_on(flight)
             self._begin()
 
     def settle(self, patience: float) -> None:

@@ -6,9 +6,17 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+from engines import with_engines
+
+from ringlet.fusion import Request, background_loop
+from ringlet.fusion.negotiation import messages as m
+from ringlet.fusion.requests.request import dumps
+from ringlet.ring import PeerLost, pipeline
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -67,3 +75,42 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_message_is_named(record_property
     (text,) = set(texts)
     assert text.startswith("PeerLost [1]: rank 1 is gone: ")
     assert longest < 8.0  # gloo does not tell who waits for the rest of the message
+
+
+@pytest.mark.parametrize("shows", ["in the connection", "on rank 0"])
+def test_what_ends_an_exchange_shows_while_all_exchanges_are_waited_for(monkeypatch, shows):
+    """They were waited for without a look: two ranks that lost each other waited for ever."""
+    monkeypatch.setattr(pipeline, "LOOK_S", 0.05)
+    monkeypatch.setattr(background_loop, "LOOK_S", 0.05)
+    monkeypatch.setattr(pipeline, "_PATIENCE_S", 0.2)  # for the lane, which waits on
+    go_on = threading.Event()
+
+    def body(engine):
+        comm, exchanges = engine._worker.sets[0].comm, engine._worker.pipeline
+        begun, ended, drain = threading.Event(), threading.Event(), exchanges.drain
+
+        def wait(*args, **kwargs):
+            begun.set()
+            go_on.wait(20)
+
+        def ending():
+            if shows == "in the connection":
+                ended.set()
+            elif engine.rank == 0:
+                engine._control.send(m.SEVERED + dumps([[1], "cut"]))
+            drain()
+
+        comm.allreduce, exchanges.drain = wait, ending
+        comm.severed = lambda: [1 - engine.rank] if ended.is_set() else []
+        handle = engine.submit(Request("x", shape=(1 << 20,)), np.ones(1 << 20, np.float32))
+        assert begun.wait(20)
+        engine.extensions.call_soon(lambda: None)
+        with pytest.raises(PeerLost) as caught:
+            handle.wait(10)
+        go_on.set()
+        return str(caught.value), caught.value.ranks
+
+    found = with_engines(2, body)
+    assert found[0] == found[1]
+    assert found[0][0].startswith("the connection between rank 0 and rank 1 broke")
+    assert found[0][1] == (0, 1)
