@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -115,8 +116,8 @@ class Context:
         A function of seed, step, tensor and stage, and of the rank unless ``shared``.
         """
         key = scrambled(self.seed ^ _START)
-        for word in (self.step, zlib.crc32(self.name.encode()), self.stage):
-            key = scrambled(key ^ scrambled(word))
+        for word in (scrambled(self.step), _of_name(self.name), scrambled(self.stage)):
+            key = scrambled(key ^ word)
         if not shared:
             key = scrambled(key ^ scrambled(self.rank + 1))
         return key | 1
@@ -166,13 +167,14 @@ class KeysByStep:
     """What ``Context.key`` gives to many contexts in any of their steps, in a few calls for all."""
 
     def __init__(self, contexts: Sequence[Context]) -> None:
-        seeds = [scrambled(ctx.seed ^ _START) for ctx in contexts]
-        words = [
-            [scrambled(zlib.crc32(ctx.name.encode())) for ctx in contexts],
-            [scrambled(ctx.stage) for ctx in contexts],
-            [scrambled(ctx.rank + 1) for ctx in contexts],
+        seeds = [(ctx.seed ^ _START) & _MASK for ctx in contexts]
+        stages, ranks = [ctx.stage for ctx in contexts], [ctx.rank + 1 for ctx in contexts]
+        names = [_of_name(ctx.name) for ctx in contexts]
+        self._seeds = _scrambled(np.array(seeds, np.uint64))
+        self._words = [
+            np.array(names, np.uint64),
+            *(_scrambled(np.array(words, np.uint64)) for words in (stages, ranks)),
         ]
-        self._seeds, self._words = np.array(seeds, np.uint64), np.array(words, np.uint64)
 
     def at(self, steps: Sequence[int]) -> Array:
         """Return the keys (uint64) in these steps, one of each context."""
@@ -180,6 +182,11 @@ class KeysByStep:
         for word in self._words:
             keys = _scrambled(keys ^ word)
         return keys | np.uint64(1)
+
+
+@lru_cache(maxsize=1 << 16)
+def _of_name(name: str) -> int:
+    return scrambled(zlib.crc32(name.encode()))
 
 
 def _scrambled(words: Array) -> Array:

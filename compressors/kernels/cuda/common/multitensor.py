@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ringlet.compressors.core.context import Array, Context
+from ringlet.compressors.core.context import Array, Context, KeysByStep
 from ringlet.compressors.core.multitensor import Decoding, Encoding, MultiTensor, Spaced
 from ringlet.compressors.core.traits import Payload
 from ringlet.compressors.kernels.cuda.common.bucketed import BucketedCodec, Output, Target
@@ -36,14 +36,16 @@ class Buckets:
         if spaced is not None and not self._codec.fused:
             tensors = summed(self, tensors, spaced, scale, weight)
             spaced, scale = None, 1.0
-        random = self._codec.random
+        keys = [0] * len(tensors)
+        if self._codec.random:
+            contexts = [t.ctx for t in tensors]
+            keys = KeysByStep(contexts).at([ctx.step for ctx in contexts]).tolist()
         targets = [
             Target(
-                t.x, t.n, self._arrays(t.payload), t.residual, t.ctx.key() if random else 0,
-                t.ctx.offset,
+                t.x, t.n, self._arrays(t.payload), t.residual, key, t.ctx.offset,
                 () if t.source is None else (self._arrays(t.source),),
             )
-            for t in tensors
+            for t, key in zip(tensors, keys, strict=True)
         ]  # fmt: skip
         self._codec.encode(self._device, targets, decay, scale, None, weight, spaced)
 
