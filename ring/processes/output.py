@@ -10,7 +10,6 @@ from collections import deque
 from typing import BinaryIO
 
 from ringlet.ring.errors import LaunchError
-from ringlet.ring.processes.lost_output import Losses
 from ringlet.ring.processes.output_files import open_files
 
 STDOUT, STDERR = 1, 2
@@ -22,6 +21,30 @@ PLACES = {STDOUT: "the standard output", STDERR: "the standard error"}
 _NAMES = {STDOUT: b"stdout", STDERR: b"stderr"}
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Losses:
+    """Output that could not be written, because a disk is full, say, by place.
+
+    It is dropped, and the job goes on without it.
+    """
+
+    def __init__(self) -> None:
+        self._dropped: dict[str, int] = {}
+
+    def add(self, place: str, nbytes: int, error: OSError) -> str:
+        """Count bytes that ``place`` did not take; return what to say of it, once for a place."""
+        known = place in self._dropped
+        self._dropped[place] = self._dropped.get(place, 0) + nbytes
+        why = error.strerror or str(error)
+        return "" if known else f"{place}: {why}; what cannot be written there is dropped"
+
+    def summary(self) -> str:
+        """Return how much was dropped; empty if nothing was."""
+        listed = ", ".join(
+            f"{nbytes or 'some'} bytes for {place}" for place, nbytes in self._dropped.items()
+        )
+        return listed and f"output was dropped: {listed}"
 
 
 class Printer:

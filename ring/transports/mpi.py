@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Callable, Sequence
+import ctypes
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -31,10 +33,13 @@ from ringlet.ring.rank_order import (
 )
 from ringlet.ring.transports.mpi_ring import LEAST, ring_allreduce
 from ringlet.ring.transports.mpi_segments import take_names_away
-from ringlet.ring.transports.mpi_signals import signals_kept
 
 _SHORT = ("int8", "uint8", "int16", "uint16")
 REMEDY = "Install one: pip install 'ringlet[mpi]'"
+
+# What launchers pass on, and batch systems send before a job's time is over.
+_KEPT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_ROOM = 1024  # bytes: more than any system's struct sigaction has
 
 
 class MpiCommunicator(Communicator):
@@ -177,19 +182,37 @@ def _finalize(mpi: Any) -> None:
         mpi.Finalize()
 
 
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Put back what signals do, at the end, on whichever thread: Python's module needs the main.
+
+    MPICH's libraries take SIGHUP and SIGUSR1 for themselves where a program has not: a rank then
+    outlives the terminal that its job was started from.
+    """
+    sigaction = ctypes.CDLL(None, use_errno=True).sigaction
+    before = {number: ctypes.create_string_buffer(_ROOM) for number in _KEPT}
+    for number, action in before.items():
+        sigaction(int(number), None, action)
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            sigaction(int(number), action, None)
+
+
 def _import_mpi() -> Any:
     try:
         import mpi4py
 
         mpi4py.rc.thread_level = "multiple"
-        with signals_kept():
+        with _signals_kept():
             from mpi4py import MPI
     except ImportError as error:
         raise unavailable("mpi", str(error), REMEDY) from error
     except RuntimeError as error:  # mpi4py is there, but finds no MPI library
         raise unavailable("mpi", str(error), REMEDY) from error
     if not MPI.Is_initialized():  # the program has told mpi4py not to
-        with signals_kept():
+        with _signals_kept():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         atexit.register(_finalize, MPI)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
-from ringlet.tensorflow.ops import overlap, plain_graphs
+from ringlet.tensorflow.ops import overlap
 from ringlet.tensorflow.ops.error_classes import translated
 from ringlet.tensorflow.ops.graph_errors import Node
 from ringlet.tensorflow.ops.overlap import Begin
@@ -27,7 +27,7 @@ def run(function: Function, tensors: Sequence[Any], outputs: Sequence[Output]) -
     In a graph the call is one stateful node, however many tensors there are. It occupies a thread
     of TensorFlow's until it is done; ``tf.function`` runs such nodes one after the other, in the
     order in which they were traced, so no two of them can wait for each other's thread. For plain
-    graphs, which have no order, see ``plain_graphs``.
+    graphs, which have no order, see ``_called_in_plain_graph``.
     """
     current()
     if tf.executing_eagerly():
@@ -41,14 +41,42 @@ def run(function: Function, tensors: Sequence[Any], outputs: Sequence[Output]) -
     if not in_plain_graph():
         made = tf.numpy_function(node, list(tensors), kinds, stateful=True)
     elif outputs:
-        made = plain_graphs.call(node, tensors, kinds)
+        made = _called_in_plain_graph(node, tensors, kinds)
     else:
-        (made,) = plain_graphs.call(lambda *a: [*node(*a), np.array(True)], tensors, [tf.bool])
+        (made,) = _called_in_plain_graph(lambda *a: [*node(*a), np.array(True)], tensors, [tf.bool])
     results: list[Any] = list(made) if outputs else [made]
     node.operation = results[0] if isinstance(results[0], tf.Operation) else results[0].op
     for tensor, (_, shape) in zip(results, outputs, strict=False):
         tensor.set_shape(shape)
     return results
+
+
+def _called_in_plain_graph(
+    function: Callable[..., list[Array]], tensors: Sequence[Any], kinds: Sequence[Any]
+) -> Any:
+    """Return ``function(*tensors)`` as a list of tensors of the dtypes ``kinds``, at least one.
+
+    A ``tf.compat.v1`` graph runs its nodes in any order, a different one on every rank. Were each
+    to keep a thread until its peers answer, a few of them would block all others, on every rank
+    different ones. So the call is a data set of one element: an iterator's node waits without a
+    thread, and the call has one of its own.
+    """
+
+    def inside(*given: Any) -> tuple[Any, ...]:
+        made = tf.numpy_function(function, given if tensors else [], list(kinds))
+        return tuple(made) if isinstance(made, list | tuple) else (made,)
+
+    data = tf.data.Dataset.from_tensors(tuple(tensors) or 0).map(inside)
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 1
+    options.experimental_optimization.apply_default_optimizations = False
+    options.autotune.enabled = False
+    variant = data.with_options(options)._variant_tensor
+    kind = {"output_types": list(kinds), "output_shapes": [tf.TensorShape(None)] * len(kinds)}
+    iterator = tf.raw_ops.AnonymousIteratorV3(**kind)
+    made = tf.raw_ops.MakeIterator(dataset=variant, iterator=iterator)
+    with tf.control_dependencies([made]):
+        return tf.raw_ops.IteratorGetNext(iterator=iterator, **kind)
 
 
 def begin(start: Begin, tensors: Sequence[Any], outputs: Sequence[Output]) -> list[Any]:
