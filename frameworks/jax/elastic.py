@@ -18,11 +18,11 @@ from ringlet.jax.gradient_transformation import carrying_over, residual_norm
 from ringlet.jax.ops.any_dtype import carried, is_key
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
-from ringlet.job.json_exchange import alike
 from ringlet.job.objects import broadcast_object
 from ringlet.job.process_sets import global_process_set
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.arrays import DTYPES
+from ringlet.shared.rank_comparison import same_digest
 
 __all__ = ["HostsUpdatedInterrupt", "JaxState", "ObjectState", "State", "run"]
 
@@ -141,7 +141,7 @@ class JaxState(ObjectState):
         }
         told = {name: _described(tree) for name, tree in outlines.items()}
         digest = hashlib.blake2b(repr(sorted(told.items())).encode(), digest_size=16).digest()
-        if alike(digest, "jax.elastic.trees", global_process_set):
+        if same_digest(digest, "jax.elastic.trees", global_process_set):
             return own
         outlines = broadcast_object(outlines)
         for name, tree in outlines.items():

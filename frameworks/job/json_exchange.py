@@ -17,23 +17,11 @@ from ringlet.fusion import Request
 from ringlet.fusion.requests.handle import wait_all
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
-from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import ProtocolError
 
 LIMIT = 1 << 28  # bytes that one rank may tell
 _SHOWN = 60  # characters of what was not expected
-
-
-def alike(digest: bytes, name: str, process_set: ProcessSet) -> bool:
-    """Whether all ranks have the same ``digest``, of one length. Collective, one answer for all."""
-    own = np.frombuffer(digest, np.uint8)
-    both = np.concatenate([own, ~own])  # whose maximum is that of all, and of all the least
-    number = process_set.number()
-    request = Request(name, "allreduce", "uint8", both.shape, ReduceOp.MAX, process_set=number)
-    current().engine.submit(request, both, at_once=True).wait()
-    most, least = both[: own.size], ~both[own.size :]
-    return bool((most == least).all())
 
 
 def gather(

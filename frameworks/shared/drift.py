@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from ringlet.fusion import Request
-from ringlet.fusion.requests.handle import Handle
+from ringlet.fusion.errors import EngineClosed
 from ringlet.job.process_sets import ProcessSet
-from ringlet.job.session import current
-from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
-from ringlet.ring.errors import RingError
+from ringlet.ring.errors import PeerLost
+from ringlet.shared.rank_comparison import RankComparison
 
 log = logging.getLogger("ringlet")
 
 RATE = "the learning rate"
 _AGAIN = 16  # steps until ranks compare again; twice as many each time
 _WORDS = {1: np.uint8, 2: np.int16, 4: np.int32}
+# The next operation that needs the rank which has left, or the engine, says so. Any other error
+# would be lost here: ranks that compare different variables differ too.
+_LEFT = (PeerLost, EngineClosed)
 _CURE_OF_LATER = (
     "they were alike before, so look for what one rank does by itself, such as a callback, a "
     "schedule or noise that goes by its own metric or seed"
@@ -30,21 +31,17 @@ _CURE_OF_RATE = (
 )
 
 
-def is_compared(steps: int) -> bool:
-    """Whether ranks compare what they hold after so many steps: after 1, and 16, 32, 64, ..."""
-    return steps == 1 or (steps >= _AGAIN and steps.bit_count() == 1)
-
-
 class Drift:
-    """Compares variables between ranks after the first step, and warns on one rank.
+    """Compares variables between ranks after the first step, and warns once, on one rank.
 
-    And again after 16, 32, 64, ... steps. Nobody waits for it: what was found is told in a later
-    step. ``cure`` says what makes variables alike.
+    And again after 16, 32, 64, ... steps. Nobody waits for it, as ranks may wait for several
+    optimizers, and in any order: what was found is told in a later step. ``warn`` takes the names
+    of variables that differ, and after how many steps they did.
     """
 
-    def __init__(self, cure: str) -> None:
-        self._cure = cure
-        self._under_way: list[tuple[int, list[str], Handle]] = []  # with the number of steps
+    def __init__(self, warn: Callable[[Sequence[str], int], None]) -> None:
+        self._warn = warn
+        self._under_way: list[tuple[int, Sequence[str], RankComparison]] = []  # with the steps
         self._steps = 0
         self._warned = False
         self._label = ""
@@ -61,50 +58,56 @@ class Drift:
 
     @property
     def due(self) -> bool:
-        """Whether the step at hand, the variables of which are those before it, is one to look."""
-        return is_compared(self._steps)
+        """Whether ranks compare what they hold after the steps that have ended: 1, 16, 32, ..."""
+        return self._steps == 1 or (self._steps >= _AGAIN and self._steps.bit_count() == 1)
 
-    def compare(self, variables: Sequence[tuple[str, Array]], steps: int | None = None) -> None:
-        """Begin to compare these with other ranks', which list them in the same order.
+    def compare(self, names: Sequence[str], sums: Array, steps: int | None = None) -> None:
+        """Begin to compare ``sums`` of variables' bits with other ranks', in the same order.
 
-        They are those after ``steps`` steps, by default all that have ended.
+        The variables are those after ``steps`` steps, by default all that have ended. Collective.
         """
         steps = self._steps if steps is None else steps
-        own = np.array([_sum_of_bits(array) for _, array in variables], np.int64)
-        both = np.concatenate([own, ~own])  # whose maximum is that of all, and of all the least
-        name, number = f"{self._label}.alike{steps}", self._ranks.number()
-        request = Request(name, "allreduce", "int64", both.shape, ReduceOp.MAX, process_set=number)
         try:
-            handle = current().engine.submit(request, both)
-        except RingError:
+            comparison = RankComparison(sums, f"{self._label}.alike{steps}", self._ranks)
+        except _LEFT:  # such as one that had no more to do than this step
             log.debug("variables cannot be compared", exc_info=True)
             return
-        self._under_way.append((steps, [name for name, _ in variables], handle))
+        self._under_way.append((steps, names, comparison))
 
     def ended(self) -> None:
-        """Count a step, and tell what was found meanwhile."""
+        """Count a step, and tell what was found meanwhile.
+
+        Raises what went wrong, but for ranks that have left: that fails no step they were in.
+        """
         self._steps += 1
         while self._under_way and self._under_way[0][2].done():
-            step, names, handle = self._under_way.pop(0)
+            steps, names, comparison = self._under_way.pop(0)
             try:
-                most, least = np.split(handle.wait(), 2)
-            except RingError:  # such as one that had no more to do than this step
+                differing = comparison.differing().tolist()
+            except _LEFT:
                 log.debug("variables could not be compared", exc_info=True)
                 continue
-            odd = [name for name, a, b in zip(names, most, ~least, strict=True) if a != b]
+            odd = [name for name, differs in zip(names, differing, strict=True) if differs]
             if odd and not self._warned:
                 self._warned = True
                 if self._ranks.rank() == 0:
-                    self._warn(RATE if RATE in odd else repr(odd[0]), step)
+                    self._warn(odd, steps)
 
-    def _warn(self, odd: str, step: int) -> None:
-        cure = self._cure if step == 1 else _CURE_OF_LATER
-        log.warning(
-            "%s differs between ranks after %s, so that their models drift apart: %s",
-            odd,
-            "the first step" if step == 1 else f"{step} steps",
-            _CURE_OF_RATE if odd == RATE else cure,
-        )
+
+def warn_of_variables(cure: str, odd: Sequence[str], steps: int) -> None:
+    """Log that variables differ; ``cure`` says what makes them alike before training."""
+    first = RATE if RATE in odd else repr(odd[0])
+    log.warning(
+        "%s differs between ranks after %s, so that their models drift apart: %s",
+        first,
+        "the first step" if steps == 1 else f"{steps} steps",
+        _CURE_OF_RATE if first == RATE else cure if steps == 1 else _CURE_OF_LATER,
+    )
+
+
+def sums_of_bits(arrays: Iterable[Array]) -> Array:
+    """Return a sum of the bits of each array, for ``Drift.compare``: one pass over it."""
+    return np.array([_sum_of_bits(array) for array in arrays], np.int64)
 
 
 def _sum_of_bits(array: Array) -> int:

@@ -14,6 +14,7 @@ from ringlet.job.session import current
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.epochs import is_elastic
+from ringlet.shared.rank_comparison import same_digest
 from ringlet.shared.variable_names import alike
 
 Items = Sequence[tuple[str, str]]
@@ -106,7 +107,7 @@ def _same_variables(items: Items, others: Items) -> bool:
 def told_alike(told: object, label: str, process_set: ProcessSet) -> bool:
     """Whether all ranks tell the same, by its ``repr``. Collective, one answer for all."""
     digest = hashlib.blake2b(repr(told).encode(), digest_size=16).digest()
-    return json_exchange.alike(digest, label, process_set)
+    return same_digest(digest, label, process_set)
 
 
 def _lists(label: str, items: Items, process_set: ProcessSet) -> list[Items] | None:
@@ -182,7 +183,7 @@ def equal_on_all_ranks(arrays: Iterable[tuple[str, Array]]) -> bool:
     for words, array in arrays:
         hashed.update(words.encode())
         hashed.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return json_exchange.alike(hashed.digest(), "replicas_equal", global_process_set)
+    return same_digest(hashed.digest(), "replicas_equal", global_process_set)
 
 
 def of_config(optimizer: Any) -> dict[str, object]:

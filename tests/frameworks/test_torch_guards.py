@@ -20,9 +20,9 @@ import ringlet
 import ringlet.torch as hvd
 from ringlet.compressors.modifiers.residuals import wide
 from ringlet.ring.errors import Mismatch, PeerLost
-from ringlet.torch.ops import replica_check
-from ringlet.torch.ops.replica_check import Comparison
+from ringlet.shared import drift
 from ringlet.torch.ops.replica_check import _sum_of_bits as sum_of_bits
+from ringlet.torch.optimizer.drift_check import DriftCheck
 from ringlet.torch.optimizer.reducer import Reducer
 
 pytestmark = pytest.mark.preloaded("torch")
@@ -1027,12 +1027,19 @@ def test_a_comparison_that_a_rank_left_before_fails_no_step_of_those_who_stay():
     def work():
         if hvd.rank() == 1:
             return
-        comparison = Comparison({"w": torch.ones(3)}, "alike", hvd.global_process_set)
-        assert comparison.difference() is None
+        check = DriftCheck({"w": torch.ones(3)}, "alike", hvd.global_process_set)
+        check.look([], dict)
+        until_told(check)
         with pytest.raises(PeerLost, match="rank 1"):
             hvd.allreduce(torch.ones(3))
 
     ranks(work)
+
+
+def until_told(check):
+    while check._drift._under_way:
+        time.sleep(0.01)
+        check.look([], dict)
 
 
 def test_nor_does_one_that_cannot_begin_because_a_rank_has_ended(monkeypatch):
@@ -1041,10 +1048,24 @@ def test_nor_does_one_that_cannot_begin_because_a_rank_has_ended(monkeypatch):
     def closed(*_, **__):
         raise PeerLost("rank 0, the coordinator, closed the control plane", [0])
 
-    monkeypatch.setattr(replica_check, "allreduce_async", closed)
-    comparison = Comparison({"w": torch.ones(3)}, "late", hvd.global_process_set)
-    assert comparison.done()
-    assert comparison.difference() is None
+    monkeypatch.setattr(drift, "RankComparison", closed)
+    check = DriftCheck({"w": torch.ones(3)}, "late", hvd.global_process_set)
+    check.look([], dict)
+    assert not check._drift._under_way
+    check.look([], dict)
+
+
+def test_a_comparison_of_other_parameters_on_each_rank_is_no_secret():
+    """No operation after it would tell that ranks differ."""
+
+    def work():
+        parameters = {"w": torch.ones(3), **({"v": torch.ones(3)} if hvd.rank() else {})}
+        check = DriftCheck(parameters, "others", hvd.global_process_set)
+        check.look([], dict)
+        with pytest.raises(Mismatch, match=r"others\.alike1"):
+            until_told(check)
+
+    ranks(work)
 
 
 @pytest.mark.parametrize("sparse", [True, False])

@@ -9,7 +9,7 @@ import jax
 
 from ringlet.jax.ops.ordered_calls import call, has_values
 from ringlet.ring.dtypes import Array
-from ringlet.shared.drift import Drift
+from ringlet.shared.drift import Drift, sums_of_bits
 
 FLAG = ("uint8", ())  # an output: whether it is due
 
@@ -29,7 +29,7 @@ def compare_where(due: Any, drift: Callable[[], Drift], arrays: Mapping[str, Any
 
     def compare(values: list[Any]) -> None:
         def begin(held: Any, _: Any) -> None:
-            drift().compare(list(zip(names, held, strict=True)), drift().steps - 1)
+            drift().compare(names, sums_of_bits(held), drift().steps - 1)
 
         call(begin, values, [])
 

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -23,7 +24,7 @@ from ringlet.ring.dtypes import FLOATS, Array
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.arrays import all_finite, allocate
-from ringlet.shared.drift import Drift
+from ringlet.shared.drift import Drift, sums_of_bits, warn_of_variables
 from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_list import GradientList
 from ringlet.shared.gradients.gradient_settings import Beside, Settings, Slot
@@ -94,7 +95,7 @@ class GradientReducer:
         self.calls = 0  # of ``reduce``, steps that overflow or fail among them
         self._kind, self._label = kind, ""
         self._warns_of_groups = True
-        self.title, self.drift = title or kind, Drift(cure)
+        self.title, self.drift = title or kind, Drift(partial(warn_of_variables, cure))
         self.rate: Callable[[], Any] | None = None  # the learning rate of the step at hand
         self.accumulators: Sequence[Accumulator] = ()  # of the passes that end in its steps
         self._runtime: Runtime | None = None
@@ -334,7 +335,8 @@ class GradientReducer:
             if self._counts:
                 self._changes.end(done)
         if shown is not None and self.drift.due and (variables := shown()):
-            self.drift.compare(variables)
+            names, held = zip(*variables, strict=True)
+            self.drift.compare(names, sums_of_bits(held))
         self.drift.ended()
         return results
 

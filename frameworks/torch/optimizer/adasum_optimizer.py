@@ -188,8 +188,7 @@ class AdasumMixin(RefusesScaler):
             raise
         self._ringlet_under_way = None
         if self._ringlet_process_set.size() > 1:
-            ranks = self._ringlet_process_set
-            self._ringlet_drift.look(self._shown_groups(), dict, self._label(), ranks)
+            self._ringlet_drift.look(self._shown_groups(), dict)
         return step.result
 
     def _put_back(self, start: Mapping[str, torch.Tensor]) -> None:
@@ -208,7 +207,8 @@ class AdasumMixin(RefusesScaler):
             number = self._ringlet_process_set.number()
             self._ringlet_label = runtime.unnamed("AdasumOptimizer", number)
             self._ringlet_engine, self._ringlet_agreed = runtime.engine, False
-            self._ringlet_drift = DriftCheck(self._ringlet_named)
+            named, ranks = self._ringlet_named, self._ringlet_process_set
+            self._ringlet_drift = DriftCheck(named, self._ringlet_label, ranks)
         return self._ringlet_label
 
     def _agree(self) -> None:

@@ -10,53 +10,42 @@ from typing import Any
 import torch
 
 from ringlet.job.process_sets import ProcessSet
-from ringlet.job.session import current
 from ringlet.ring.callers import outside
-from ringlet.shared.drift import is_compared
-from ringlet.torch.ops.replica_check import Comparison
+from ringlet.shared.drift import Drift
+from ringlet.torch.ops.replica_check import sums_of_bits
 
 # What else is compared, which no parameter is called.
 _SETTINGS, _STEPS = "", "."
 
 
 class DriftCheck:
-    """Compares ``parameters``, settings and steps after the first step, and warns on one rank.
+    """Compares ``parameters``, settings and steps of ``ranks`` after the first step. See ``Drift``.
 
-    And parameters and settings again after 16, 32, 64, ... steps: a scheduler that goes by a metric
-    of each rank's own gives each its own lr. Nobody waits for it: ranks may wait for several
-    optimizers, and in any order.
+    And parameters and settings again later: a scheduler that goes by a metric of each rank's own
+    gives each its own lr. ``label`` is what the optimizer is called on all of these ranks.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], label: str, ranks: ProcessSet
+    ) -> None:
         self._parameters = parameters
-        self._under_way: list[tuple[int, Comparison]] = []  # with the number of steps
-        self._steps = 0
-        self._warned = False
+        self._drift = Drift(_warn)
+        self._drift.restart(label, ranks)
 
     def look(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        steps: Callable[[], Mapping[str, int]],
-        label: str,
-        ranks: ProcessSet,
+        self, groups: Sequence[Mapping[str, Any]], steps: Callable[[], Mapping[str, int]]
     ) -> None:
         """After a step: begin to compare, or tell what was found. Collective where it begins.
 
         ``groups`` are the optimizer's, ``steps`` tells what compressors have counted, by tensor.
         """
-        while self._under_way and self._under_way[0][1].done():
-            step, comparison = self._under_way.pop(0)
-            odd = comparison.difference()
-            if odd is not None and not self._warned and current().rank == min(ranks.ranks or [0]):
-                _warn(odd, step)
-            self._warned = self._warned or odd is not None
-        self._steps += 1
-        if is_compared(self._steps):
+        self._drift.ended()
+        if self._drift.due:
             compared = {**self._parameters, _SETTINGS: _digest(_settings(groups))}
-            if self._steps == 1:  # later on ranks may have joined meanwhile
+            if self._drift.steps == 1:  # later on ranks may have joined meanwhile
                 compared[_STEPS] = _digest(repr(sorted(steps().items())))
-            comparison = Comparison(compared, f"{label}.alike{self._steps}", ranks)
-            self._under_way.append((self._steps, comparison))
+            names = sorted(compared)  # ranks may name them in another order
+            self._drift.compare(names, sums_of_bits([compared[name] for name in names]))
 
 
 def _digest(text: str) -> torch.Tensor:
@@ -74,7 +63,8 @@ def _settings(groups: Sequence[Mapping[str, Any]]) -> str:
     return repr([sorted((k, v) for k, v in g.items() if isinstance(v, kinds)) for g in plain])
 
 
-def _warn(odd: str, step: int) -> None:
+def _warn(names: Sequence[str], step: int) -> None:
+    odd = names[0]
     what, call = f"parameter {odd!r} differs", "parameters(model.state_dict()"
     if odd == _SETTINGS and step > 1:
         warnings.warn(

@@ -143,7 +143,7 @@ class Reducer:
         self._handed = Handed(self._op)  # nothing of an epoch before: one rank alone hands in none
         named, sparse_as_dense = self.parameters, self._sparse_as_dense
         self._rows = SparseGradients(named, label, self._op, self._process_set, sparse_as_dense)
-        self._drift = DriftCheck(self._compared)
+        self._drift = DriftCheck(self._compared, label, self._process_set)
         self._included = self._process_set.included()
 
     def join_epoch(self) -> None:
@@ -397,7 +397,7 @@ class Reducer:
         if self._rows.choose(self._handed.rows):
             self._declare(self.step)
         groups = param_groups if settings is None else settings
-        self._drift.look(groups, lambda: self.steps, self._label, self._process_set)
+        self._drift.look(groups, lambda: self.steps)
 
     def _synchronize_alone(self, changed: str | None) -> None:
         """End a step of which nothing travels; RuntimeError where a gradient has ``changed``."""
