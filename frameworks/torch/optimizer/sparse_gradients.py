@@ -12,12 +12,11 @@ import torch
 from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
+from ringlet.shared.gradients.gradient_settings import LARGE
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
 from ringlet.torch.optimizer.frozen import is_still
 from ringlet.torch.tensors.placement import from_engine
-
-LARGE = 1 << 16  # elements from which a sparse gradient travels as indices and values
 
 
 class SparseGradients:
