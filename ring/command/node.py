@@ -6,7 +6,9 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from ringlet.ring.addresses import addresses_of
 from ringlet.ring.command.cli import (
@@ -31,9 +33,8 @@ from ringlet.ring.command.flags import add_tunables
 from ringlet.ring.elastic import driver
 from ringlet.ring.elastic.arriving_nodes import ArrivingNodes
 from ringlet.ring.errors import LaunchError, RingError
-from ringlet.ring.hosts.hosts import Host, bare
+from ringlet.ring.hosts.hosts import bare
 from ringlet.ring.hosts.interfaces import find_interface
-from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.job import launch
 from ringlet.ring.launch.start import asked_transport
 from ringlet.ring.placed.node_rendezvous import NodeRendezvous, serve_as_node
@@ -110,9 +111,8 @@ def _run(options: argparse.Namespace) -> int:
     check_transport(transport, "--transport")
     reach = reach_of(options)
     here = found(options)
-    elastic = is_elastic(options)
-    rules = rules_of(options, None, [], nodes=True) if elastic else None
-    if not elastic:
+    rules = rules_of(options, None, [], nodes=True) if is_elastic(options) else None
+    if rules is None:
         tell_idle(options, TITLE, nodes=True)
     secret = _secret(here)
     assert here.first is not None
@@ -120,51 +120,39 @@ def _run(options: argparse.Namespace) -> int:
         return serve_as_node(
             here.node, here.first, here.port, secret, here.slots, reach.start_timeout
         )
-
-    def run(hosts: list[Host], reach: Reach) -> int:
-        return launch(
-            command,
-            sum(host.slots for host in hosts) or here.slots,
-            transport,
-            env,
-            hosts=hosts,
-            reach=reach,
-            output=options.output_filename,
-            prefix=options.prefix,
-            verbose=options.verbose,
-            title=TITLE,
-        )
-
+    printing: dict[str, Any] = {
+        "output": options.output_filename,
+        "prefix": options.prefix,
+        "verbose": options.verbose,
+        "title": TITLE,
+    }
     if here.nodes == 1 and rules is None:
-        return run([], reach)
+        return launch(command, here.slots, transport, env, reach=reach, **printing)
     assert here.nodes is not None
-    address = _own_address(here.first, reach.interfaces)
+    meeting = here.nodes, _own_address(here.first, reach.interfaces), here.port, secret, here.slots
     if rules is not None:
-        with ArrivingNodes(here.nodes, address, here.port, secret, here.slots) as nodes:
-            code = 2
-            try:
-                code = driver.launch(
-                    command,
-                    rules,
-                    nodes,
-                    transport,
-                    env,
-                    reach=reach,
-                    output=options.output_filename,
-                    prefix=options.prefix,
-                    verbose=options.verbose,
-                    title=TITLE,
-                )
-            finally:
-                nodes.dismiss(code)
-        return code
-    with NodeRendezvous(here.nodes, address, here.port, secret, here.slots) as rendezvous:
+        arriving = ArrivingNodes(*meeting)
+        job = command, rules, arriving, transport, env
+        return _lead(arriving, lambda: driver.launch(*job, reach=reach, **printing))
+    rendezvous = NodeRendezvous(*meeting)
+
+    def gathered() -> int:
+        hosts = rendezvous.gather(reach.start_timeout)
+        slots = sum(host.slots for host in hosts)
+        there = replace(reach, arrived=rendezvous.arrived())
+        return launch(command, slots, transport, env, hosts=hosts, reach=there, **printing)
+
+    return _lead(rendezvous, gathered)
+
+
+def _lead(nodes: NodeRendezvous, run: Callable[[], int]) -> int:
+    """``run`` the job and return its exit code, which other ``nodes`` hear; a 2 if it raises."""
+    with nodes:
         code = 2
         try:
-            hosts = rendezvous.gather(reach.start_timeout)
-            code = run(hosts, replace(reach, arrived=rendezvous.arrived()))
+            code = run()
         finally:
-            rendezvous.dismiss(code)
+            nodes.dismiss(code)
     return code
 
 
