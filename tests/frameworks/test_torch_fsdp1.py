@@ -145,7 +145,7 @@ def case_a_rank_gets_the_mean_of_what_each_parameters_part_decodes_to():
 def case_gradients_take_a_quarter_of_the_bytes():
     started()
     sent, (own, made) = [], compressed("int8")
-    kind = type(next(iter(made)).ways.of(own.process_group).comm)
+    kind = type(next(iter(made)).transports.of(own.process_group).comm)
     alltoall = kind.alltoall
 
     def counted(comm, values, out):

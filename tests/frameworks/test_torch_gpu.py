@@ -35,7 +35,7 @@ from ringlet.torch.parallel.fsdp import FsdpState
 from ringlet.torch.parallel.fsdp_gather import CompressedAllGather
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
 from ringlet.torch.parallel.fsdp_scatter import CompressedReduceScatter
-from ringlet.torch.parallel.fsdp_transport import Ways
+from ringlet.torch.parallel.fsdp_transport import GroupTransports
 from ringlet.torch.tensors import placement
 
 
@@ -372,13 +372,13 @@ def test_reduce_scatters_of_fsdp2(on_both, monkeypatch):
     def body():
         outs, way, whole = [], on_both.direct(), torch.nn.Module()
         for spec in ("int8 | ef", "fp16", "block_topk | ef"):
-            ways = Ways(spec, whole, ())
+            transports = GroupTransports(spec, whole, ())
 
-            def made(spec=spec, ways=ways):
+            def made(spec=spec, transports=transports):
                 scatter = CompressedReduceScatter(
-                    FsdpRoutes(Router(spec), whole), "m", sharded(*sizes), ways
+                    FsdpRoutes(Router(spec), whole), "m", sharded(*sizes), transports
                 )
-                return scatter, FsdpState([scatter], ways)
+                return scatter, FsdpState([scatter], transports)
 
             def steps(scatter, numbers, dtype=torch.float32, key=f"{way} {spec}"):
                 for step in numbers:
@@ -427,9 +427,9 @@ def test_all_gathers_of_fsdp2(on_both, monkeypatch):
     def body():
         outs, way, whole = [], on_both.direct(), torch.nn.Module()
         for spec in ("int8", "fp8", "bf16", "int4 | hadamard"):
-            ways = Ways(spec, whole, (), gathers=True)
+            transports = GroupTransports(spec, whole, (), gathers=True)
             module = sharded(*shards)
-            gather = CompressedAllGather(FsdpRoutes(Router(spec), whole), "m", module, ways)
+            gather = CompressedAllGather(FsdpRoutes(Router(spec), whole), "m", module, transports)
             for step, dtype in enumerate((torch.float32, torch.float32, torch.bfloat16)):
                 if spec == "bf16" and dtype == torch.bfloat16:
                     continue  # as many bytes: torch gathers them

@@ -29,7 +29,7 @@ from ringlet.torch.parallel.fsdp_reduction import (
 )
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes, described
 from ringlet.torch.parallel.fsdp_transport import (
-    Ways,
+    GroupTransports,
     check_model,
     is_sharded,
     labelled,
@@ -44,8 +44,8 @@ _ADVICE = "Save state_dict() of what compress_fsdp returns on every rank, and lo
 class FsdpState:
     """The compressed reductions of a model, by FSDP module, and what they remember."""
 
-    def __init__(self, made: Sequence[FsdpReduction[Any]], ways: Ways) -> None:
-        self._made, self._ways = made, ways
+    def __init__(self, made: Sequence[FsdpReduction[Any]], transports: GroupTransports) -> None:
+        self._made, self._transports = made, transports
 
     def __len__(self) -> int:
         return len(self._serving())
@@ -56,7 +56,7 @@ class FsdpState:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
         step = max((each.step for each in self._serving()), default=0)
-        with self._ways.at_work():
+        with self._transports.at_work():
             where = dist.get_rank(), dist.get_world_size()
             return checkpoint.saved(self._states(), *where, step, self._compressors())
 
@@ -81,7 +81,7 @@ class FsdpState:
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of what compression holds back on this rank."""
-        with self._ways.at_work():
+        with self._transports.at_work():
             return checkpoint.norm(self._states())
 
     def _compressors(self) -> dict[str, Compressor]:
@@ -153,9 +153,9 @@ def compress_fsdp(
         )
     for each in router.compressors:
         check_scatterable(each)
-    ways = Ways(told, module, [each for _, each in modules], gathers=gathers)
+    transports = GroupTransports(told, module, [each for _, each in modules], gathers=gathers)
     if not flat:
-        return FsdpState(_compress_sharded(routes, gathered, modules, ways), ways)
+        return FsdpState(_compress_sharded(routes, gathered, modules, transports), transports)
     if any(map(is_sharded, module.modules())):
         raise InvalidArgument(
             "there are modules of FSDP1 and of FSDP2 here, which compress_fsdp does not take "
@@ -166,13 +166,16 @@ def compress_fsdp(
             "FSDP1 has no hook for the parameters that it gathers, so gather= needs FSDP2: shard "
             "the model with fully_shard(model) in place of FullyShardedDataParallel(model)"
         )
-    reductions = compress_flat(routes, labelled(flat), ways)
+    reductions = compress_flat(routes, labelled(flat), transports)
     routes.warn()
-    return FsdpState(reductions, ways)
+    return FsdpState(reductions, transports)
 
 
 def _compress_sharded(
-    routes: FsdpRoutes, gathered: FsdpRoutes, modules: list[tuple[str, Any]], ways: Ways
+    routes: FsdpRoutes,
+    gathered: FsdpRoutes,
+    modules: list[tuple[str, Any]],
+    transports: GroupTransports,
 ) -> list[FsdpReduction[Any]]:
     """Let FSDP2 modules compress; return the reductions of their gradients."""
     from ringlet.torch.parallel.fsdp_gather import (  # what older torch lacks
@@ -182,10 +185,10 @@ def _compress_sharded(
     )
     from ringlet.torch.parallel.fsdp_scatter import CheckedReduceScatter, CompressedReduceScatter
 
-    if ways.gathers:
+    if transports.gathers:
         for gathering in gathered.compressors:
             check_gatherable(gathering)
-    for name, each in modules if routes.compresses or ways.gathers else ():
+    for name, each in modules if routes.compresses or transports.gathers else ():
         if levels(each)[0] == 1 < levels(each)[1]:
             raise InvalidArgument(
                 f"{name or 'the module'} is replicated and not sharded, so that there is no "
@@ -195,21 +198,21 @@ def _compress_sharded(
     made: list[FsdpReduction[Any]] = []
     for name, each in labelled(modules):
         # What no rank can have compressed, such as a module of several meshes, is not checked.
-        with nullcontext() if ways.gathers else suppress(ValueError):
+        with nullcontext() if transports.gathers else suppress(ValueError):
             each.set_custom_all_gather(
-                CompressedAllGather(gathered, name, each, ways)
-                if ways.gathers
-                else CheckedAllGather(each, ways)
+                CompressedAllGather(gathered, name, each, transports)
+                if transports.gathers
+                else CheckedAllGather(each, transports)
             )
         if any(not isinstance(by, NoCompression) for by in routes.of_shards(each).values()):
-            reduction = CompressedReduceScatter(routes, name, each, ways)
+            reduction = CompressedReduceScatter(routes, name, each, transports)
             each.set_custom_reduce_scatter(reduction)
             note_reduction(each, reduction)
             made.append(reduction)
         else:
             note_reduction(each, None)
             with suppress(ValueError):
-                each.set_custom_reduce_scatter(CheckedReduceScatter(each, ways))
+                each.set_custom_reduce_scatter(CheckedReduceScatter(each, transports))
     routes.warn()
     gathered.warn()
     return made

@@ -16,7 +16,7 @@ from ringlet.torch.parallel import fsdp_pieces
 from ringlet.torch.parallel.fsdp_pieces import Piece
 from ringlet.torch.parallel.fsdp_reduction import FsdpReduction, note_reduction
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
-from ringlet.torch.parallel.fsdp_transport import Ways
+from ringlet.torch.parallel.fsdp_transport import GroupTransports
 
 
 class FlatReduction(FsdpReduction[None]):
@@ -25,13 +25,15 @@ class FlatReduction(FsdpReduction[None]):
     The part of each parameter that a rank gets is compressed on its own.
     """
 
-    def __init__(self, routes: FsdpRoutes, name: str, module: Any, ways: Ways) -> None:
+    def __init__(
+        self, routes: FsdpRoutes, name: str, module: Any, transports: GroupTransports
+    ) -> None:
         self._group, flat = module.process_group, module._handle.flat_param
         names, none = iter(flat._fqns), NoCompression()
         self._by_part = [
             none if padding else routes.of(module, next(names)) for padding in flat._is_padding_mask
         ]
-        super().__init__([*self._by_part, none], name, ways)
+        super().__init__([*self._by_part, none], name, transports)
         self._own = default_hooks.DefaultState(self._group)
         self._numels: tuple[int, ...] = flat._numels_with_padding
         self._size = self._group.size()
@@ -42,11 +44,11 @@ class FlatReduction(FsdpReduction[None]):
         Raises Mismatch, on all ranks, where some compress otherwise. What a compressor raises, on
         any rank, is raised on all of them when backward ends.
         """
-        way = self.ways.of(self._group)
+        transport = self.transports.of(self._group)
         if all(isinstance(each, NoCompression) for each in self._by_part):
             default_hooks.reduce_scatter_hook(self._own, gradient, shard)
         else:
-            self.reduce(shard, gradient, way, self._size, None)
+            self.reduce(shard, gradient, transport, self._size, None)
 
     def whole(self, params: None, n: int) -> tuple[None, int]:
         """Return what it is of in every step: the flat parameter is reduced whole."""
@@ -120,7 +122,7 @@ def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def compress_flat(
-    routes: FsdpRoutes, modules: Iterable[tuple[str, Any]], ways: Ways
+    routes: FsdpRoutes, modules: Iterable[tuple[str, Any]], transports: GroupTransports
 ) -> list[FlatReduction]:
     """Let FSDP1 ``modules`` of one model compress their gradients; return their reductions.
 
@@ -152,7 +154,7 @@ def compress_flat(
         if each._handle is None:  # it has no parameters of its own
             continue
         each._comm_hook = reduce_flat
-        each._comm_hook_state = FlatReduction(routes, name, each, ways)
+        each._comm_hook_state = FlatReduction(routes, name, each, transports)
         note_reduction(each, each._comm_hook_state)
         made.append(each._comm_hook_state)
     return made

@@ -35,7 +35,7 @@ from ringlet.torch.parallel.backward_outcome import compression_failed, told
 from ringlet.torch.parallel.fsdp_params import placed, torchs_own
 from ringlet.torch.parallel.fsdp_pieces import LayoutFailed, Piece, divided
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
-from ringlet.torch.parallel.fsdp_transport import Way, Ways
+from ringlet.torch.parallel.fsdp_transport import GroupTransport, GroupTransports
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import dtype_of
 
@@ -96,8 +96,9 @@ def _lost(compressor: Compressor) -> float:
 class CheckedAllGather(AllGather):
     """One FSDP module's own all-gather, once its ranks know that none of them compresses it."""
 
-    def __init__(self, module: FSDPModule, ways: Ways) -> None:
-        self.own, self._ways = torchs_own(module, "_all_gather_comm", DefaultAllGather()), ways
+    def __init__(self, module: FSDPModule, transports: GroupTransports) -> None:
+        self.own = torchs_own(module, "_all_gather_comm", DefaultAllGather())
+        self._transports = transports
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for FSDP's outputs."""
@@ -112,7 +113,7 @@ class CheckedAllGather(AllGather):
         async_op: bool = False,
     ) -> Any:
         """Do what torch would have done. Raises Mismatch, on all ranks, where some compress."""
-        self._ways.of(group)
+        self._transports.of(group)
         return self.own(output_tensor, input_tensor, group, async_op)
 
 
@@ -127,8 +128,10 @@ class CompressedAllGather(CheckedAllGather):
     Random numbers are the same in all steps, so that forward and backward see the same parameters.
     """
 
-    def __init__(self, routes: FsdpRoutes, name: str, module: FSDPModule, ways: Ways) -> None:
-        super().__init__(module, ways)
+    def __init__(
+        self, routes: FsdpRoutes, name: str, module: FSDPModule, transports: GroupTransports
+    ) -> None:
+        super().__init__(module, transports)
         self.name, self._unknown = name, routes.unknown
         self._by_param = {id(param): routes.of_param(param) for _, _, param in placed(module)}
         self._pieces: dict[tuple[torch.dtype, _Shards], list[Piece]] = {}
@@ -147,22 +150,23 @@ class CompressedAllGather(CheckedAllGather):
         Raises Mismatch, on all ranks, where some compress otherwise, and CompressionFailed where a
         compressor raises on some rank.
         """
-        way, shards = self._ways.of(group), self._shards(sys._getframe(1), input_tensor.numel())
-        pieces = self._pieces_of(way.comm, input_tensor.dtype, shards)
+        transport = self._transports.of(group)
+        shards = self._shards(sys._getframe(1), input_tensor.numel())
+        pieces = self._pieces_of(transport.comm, input_tensor.dtype, shards)
         if pieces is None:
             output_tensor.zero_()
             return None
         if not pieces:
             return self.own(output_tensor, input_tensor, group, async_op)
-        where = place_of(input_tensor, None, engine=way)
+        where = place_of(input_tensor, None, engine=transport)
         staged = where == HOST and output_tensor.device.type != "cpu"
         result = torch.empty_like(output_tensor, device="cpu") if staged else output_tensor
-        place, dtype = way.places[where], dtype_of(input_tensor)
+        place, dtype = transport.places[where], dtype_of(input_tensor)
         values, total = flat_at(packed(input_tensor, where), where), flat_at(result, where)
         ready = place.ready()
         with place.at_work():
             place.after([ready])
-            self._gather(way, place, values, total, dtype, pieces)
+            self._gather(transport, place, values, total, dtype, pieces)
             mark = place.done([values, total])
         if mark is not None:
             mark.collect()
@@ -200,7 +204,7 @@ class CompressedAllGather(CheckedAllGather):
                 by, error = failed.compressor, failed.__cause__ or failed
                 found = self._failed(by, by.layout, self.name, error)
                 failure = compression_failed(found)
-            failure = self._ways.outcome.agreed(comm, failure, 0, "")
+            failure = self._transports.outcome.agreed(comm, failure, 0, "")
             if failure is not None:
                 self._raise(comm, CompressionFailed(failure.text))
                 return None
@@ -231,22 +235,22 @@ class CompressedAllGather(CheckedAllGather):
 
     def _gather(
         self,
-        way: Way,
+        transport: GroupTransport,
         place: Place,
         values: Array,
         total: Array,
         dtype: str,
         pieces: Sequence[Piece],
     ) -> None:
-        comm = way.comm
+        comm = transport.comm
         workspace, n, nbytes = place.workspace, values.size, _HEAD + pieces[-1].end
         send = workspace.array("send", nbytes, np.uint8)
         receive = workspace.array("receive", nbytes * comm.size, np.uint8)
         wide = to_float32(values, dtype, workspace, "gathered")
-        failure, self._ways.owed = self._ways.owed, None
+        failure, self._transports.owed = self._transports.owed, None
         for piece in pieces:
             given = wide[piece.start : piece.stop], piece.payload(send[_HEAD:])
-            failure = failure or self._failure(way, place, piece, "encode_into", *given)
+            failure = failure or self._failure(transport, place, piece, "encode_into", *given)
         send[:_HEAD] = failure is not None
         comm.allgather(send, receive)
         # On a GPU only once: to look at what has arrived makes the host wait.
@@ -264,17 +268,17 @@ class CompressedAllGather(CheckedAllGather):
             decoded = out if dtype == "float32" else workspace.array("gathered", n)
             for piece in pieces:
                 sent = piece.payload(part), decoded[piece.start : piece.stop]
-                failure = failure or self._failure(way, place, piece, "decompress", *sent)
+                failure = failure or self._failure(transport, place, piece, "decompress", *sent)
             if decoded is not out:
                 from_float32(decoded, out, dtype, workspace)
         if failure is not None:
             total[...] = 0
             if not looks:
                 self._raise(comm, failure)
-            self._ways.owed = failure  # others hear of it in the next exchange
+            self._transports.owed = failure  # others hear of it in the next exchange
 
     def _failure(
-        self, way: Way, place: Place, piece: Piece, method: str, *given: Any
+        self, transport: GroupTransport, place: Place, piece: Piece, method: str, *given: Any
     ) -> CompressionFailed | None:
         """Call a compressor's ``method``; return what it raises, as all ranks are to raise it."""
         size, function = piece.stop - piece.start, getattr(piece.compressor, method)
@@ -283,9 +287,9 @@ class CompressedAllGather(CheckedAllGather):
             name=name,
             shape=(size,),
             numel=size,
-            rank=way.comm.rank,
-            size=way.comm.size,
-            seed=way.seed,
+            rank=transport.comm.rank,
+            size=transport.comm.size,
+            seed=transport.seed,
             xp=place.xp,
             workspace=place.workspace,
         )
@@ -320,8 +324,8 @@ class CompressedAllGather(CheckedAllGather):
     def _raise(self, comm: Communicator, failure: CompressionFailed) -> None:
         """Raise ``failure``: at once, or when a backward pass ends that is under way."""
         if torch._C._current_graph_task_id() != NO_BACKWARD:
-            self._ways.outcome.expect(comm)
-            self._ways.outcome.note(compression_failed(failure), failure.__cause__)
+            self._transports.outcome.expect(comm)
+            self._transports.outcome.note(compression_failed(failure), failure.__cause__)
         elif isinstance(failure.__cause__, KeyboardInterrupt):
             raise failure.__cause__
         else:

@@ -18,7 +18,7 @@ from ringlet.job.process_sets import InvalidArgument
 from ringlet.ring.dtypes import Array
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage, part, told
 from ringlet.torch.parallel.fsdp_pieces import LayoutFailed, Piece
-from ringlet.torch.parallel.fsdp_transport import Way, Ways
+from ringlet.torch.parallel.fsdp_transport import GroupTransport, GroupTransports
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 
 Params = TypeVar("Params", bound=Hashable)  # which parameters a reduction is of
@@ -61,12 +61,14 @@ class FsdpReduction(ABC, Generic[Params]):
     payloads are decoded to be summed, in every step of a schedule.
     """
 
-    def __init__(self, compressors: Iterable[Compressor], name: str, ways: Ways) -> None:
+    def __init__(
+        self, compressors: Iterable[Compressor], name: str, transports: GroupTransports
+    ) -> None:
         self.name = name
         distinct = {each: each for each in compressors}
         self.states: dict[str, State] = {}  # by destination and first element
         self.step = 0
-        self.ways = ways
+        self.transports = transports
         self.loaded = False  # what is remembered, so that it lies in host memory
         self.replaced = False  # by what compresses the module now
         # What each is in this step; None where a rank has none.
@@ -107,23 +109,23 @@ class FsdpReduction(ABC, Generic[Params]):
         self,
         output: torch.Tensor,
         gradient: torch.Tensor,
-        way: Way,
+        transport: GroupTransport,
         divisor: float,
         params: Params,
-        replicas: Way | None = None,
+        replicas: GroupTransport | None = None,
     ) -> None:
         """Overwrite ``output`` with this rank's part of the sum over ranks, over ``divisor``.
 
         What a compressor raises, on any rank, is raised on all of them when backward ends.
         """
-        self.ways.expect(way, replicas)
+        self.transports.expect(transport, replicas)
         if self.scheduled:
-            self._agree_on_schedules(way)
+            self._agree_on_schedules(transport)
         if self.now is None:
             output.zero_()
             return
-        where = place_of(gradient, engine=way)
-        comm, place = way.comm, way.places[where]
+        where = place_of(gradient, engine=transport)
+        comm, place = transport.comm, transport.places[where]
         wide = packed(gradient.detach().float(), where)
         device = "cpu" if where == HOST else output.device
         result = torch.empty(output.shape, dtype=torch.float32, device=device)
@@ -131,20 +133,20 @@ class FsdpReduction(ABC, Generic[Params]):
         for state in self.states.values() if self.loaded else ():
             place.bring(state)
         self.loaded = False
-        layout = self._layout_of(way, params, total.size)
+        layout = self._layout_of(transport, params, total.size)
         if layout is None:
             output.zero_()
             return
         ready = place.ready()
         with place.at_work():
             place.after([ready])
-            self._reduce(way, place, values, total, *layout)
+            self._reduce(transport, place, values, total, *layout)
             mark = place.done([values, total])
         if mark is not None:
             mark.collect()
             mark.release()  # torch's stream is behind, on which their memory is used again
         output.copy_(result / divisor)
-        self.ways.outcome.count(comm, self.name, self.step, params)
+        self.transports.outcome.count(comm, self.name, self.step, params)
         self.step += 1
 
     def plan(self) -> BackwardFailure | None:
@@ -166,26 +168,26 @@ class FsdpReduction(ABC, Generic[Params]):
         now = ", ".join(map(str, (self.now or {}).values()))
         return f"{self.name} {self.step} {now}\n"
 
-    def _agree_on_schedules(self, way: Way) -> None:
-        """Take this step's compressors, once a backward pass for all modules that go this way."""
-        outcome, modules = self.ways.outcome, list(way.users)
-        if way.planned == outcome.passes:
+    def _agree_on_schedules(self, transport: GroupTransport) -> None:
+        """Take this step's compressors, once a backward pass for all modules of a ``transport``."""
+        outcome, modules = self.transports.outcome, list(transport.users)
+        if transport.planned == outcome.passes:
             modules = []
-        if self not in way.users:
-            way.users[self] = None
+        if self not in transport.users:
+            transport.users[self] = None
             modules.append(self)
         if not modules:
             return
-        way.planned = outcome.passes
+        transport.planned = outcome.passes
         failures = [failure for failure in (each.plan() for each in modules) if failure]
         plans = "".join(each.planned() for each in modules)
-        found = outcome.agreed(way.comm, next(iter(failures), None), self.step, plans)
+        found = outcome.agreed(transport.comm, next(iter(failures), None), self.step, plans)
         if found is not None:
             outcome.note(found)
             for each in modules:
                 each.now = None
 
-    def _layout_of(self, way: Way, params: Params, n: int) -> _Layout | None:
+    def _layout_of(self, transport: GroupTransport, params: Params, n: int) -> _Layout | None:
         """Return how what goes to each rank is divided, and how many bytes that is.
 
         Nothing where dividing fails here; None where some rank cannot tell how many bytes.
@@ -194,18 +196,18 @@ class FsdpReduction(ABC, Generic[Params]):
         known = tuple(self.now.values()), params, n
         layout = self._layouts.get(known)
         if layout is None:
-            nbytes = self._room_of(way, params, n)
+            nbytes = self._room_of(transport, params, n)
             if nbytes is None:
                 return None
             try:
-                pieces = self.divided(self.now, params, n, way.comm.size)
+                pieces = self.divided(self.now, params, n, transport.comm.size)
             except LayoutFailed as failed:
-                self.ways.outcome.note(self._layout_failure(failed), failed.__cause__)
+                self.transports.outcome.note(self._layout_failure(failed), failed.__cause__)
                 return [], nbytes
             layout = self._layouts[known] = pieces, nbytes
         return layout
 
-    def _room_of(self, way: Way, params: Params, n: int) -> int | None:
+    def _room_of(self, transport: GroupTransport, params: Params, n: int) -> int | None:
         """Return how many bytes go to each rank; None where some rank cannot tell.
 
         They suffice for all parameters, so that ranks which use different ones exchange as much.
@@ -218,13 +220,15 @@ class FsdpReduction(ABC, Generic[Params]):
         if nbytes is None:
             failure = None
             try:
-                nbytes = max(each[-1].end for each in self.divided(now, *whole, way.comm.size))
+                nbytes = max(
+                    each[-1].end for each in self.divided(now, *whole, transport.comm.size)
+                )
             except LayoutFailed as failed:
                 failure = self._layout_failure(failed)
             told = part(self.name, whole[0])
-            failure = self.ways.outcome.agreed(way.comm, failure, self.step, "", told)
+            failure = self.transports.outcome.agreed(transport.comm, failure, self.step, "", told)
             if failure is not None:
-                self.ways.outcome.note(failure)
+                self.transports.outcome.note(failure)
                 return None
             assert nbytes is not None
             self._rooms[known] = nbytes
@@ -232,21 +236,21 @@ class FsdpReduction(ABC, Generic[Params]):
 
     def _reduce(
         self,
-        way: Way,
+        transport: GroupTransport,
         place: Place,
         values: Array,
         total: Array,
         pieces: list[list[Piece]],
         nbytes: int,
     ) -> None:
-        comm, n, workspace = way.comm, total.size, place.workspace
+        comm, n, workspace = transport.comm, total.size, place.workspace
         send = workspace.array("send", nbytes * comm.size, np.uint8)
         receive = workspace.array("receive", nbytes * comm.size, np.uint8)
         failed = not pieces
         for rank in range(comm.size):
             own, out = values[rank * n : (rank + 1) * n], send[rank * nbytes : (rank + 1) * nbytes]
             for piece in [] if failed else pieces[rank]:
-                context = self._context(rank, piece, way, place)
+                context = self._context(rank, piece, transport, place)
                 given = own[piece.start : piece.stop], piece.payload(out), context
                 failed = failed or self._fails(Stage.ENCODE, piece, "encode_into", *given)
         if failed:
@@ -254,7 +258,7 @@ class FsdpReduction(ABC, Generic[Params]):
         comm.alltoall(send, receive)
         arrived = [receive[rank * nbytes : (rank + 1) * nbytes] for rank in range(comm.size)]
         for piece in [] if failed else pieces[comm.rank]:
-            context = self._context(comm.rank, piece, way, place)
+            context = self._context(comm.rank, piece, transport, place)
             payloads = [piece.payload(part) for part in arrived]
             out = total[piece.start : piece.stop]
             failed = failed or self._fails(Stage.DECODE, piece, "sum_into", payloads, out, context)
@@ -269,7 +273,7 @@ class FsdpReduction(ABC, Generic[Params]):
         except BaseException as error:  # such as SystemExit, or a panic of Rust's
             what = f"tensor {given[-1].name!r} {list(given[-1].shape)}"
             failure = self._failure(stage, piece.compressor, function, what, error)
-            self.ways.outcome.note(failure, error)
+            self.transports.outcome.note(failure, error)
             return True
         return False
 
@@ -288,7 +292,9 @@ class FsdpReduction(ABC, Generic[Params]):
         failed = CompressionFailed.of(compressor, function, what, error)
         return BackwardFailure(stage, CompressionFailed.__name__, told(failed))
 
-    def _context(self, destination: int, piece: Piece, way: Way, place: Place) -> Context:
+    def _context(
+        self, destination: int, piece: Piece, transport: GroupTransport, place: Place
+    ) -> Context:
         key = f"{destination}.{piece.key}"
         size = piece.stop - piece.start
         return Context(
@@ -297,9 +303,9 @@ class FsdpReduction(ABC, Generic[Params]):
             numel=size,
             state=self.states.setdefault(key, {}),
             step=self.step,
-            rank=way.comm.rank,
-            size=way.comm.size,
-            seed=way.seed,
+            rank=transport.comm.rank,
+            size=transport.comm.size,
+            seed=transport.seed,
             xp=place.xp,
             workspace=place.workspace,
         )

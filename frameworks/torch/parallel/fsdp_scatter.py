@@ -26,7 +26,7 @@ from ringlet.torch.parallel.fsdp_params import (
 from ringlet.torch.parallel.fsdp_pieces import Piece
 from ringlet.torch.parallel.fsdp_reduction import FsdpReduction
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes
-from ringlet.torch.parallel.fsdp_transport import Ways
+from ringlet.torch.parallel.fsdp_transport import GroupTransports
 
 
 def _divisor(op: Any, size: int) -> float:
@@ -48,9 +48,9 @@ def _inner(key: str) -> str:
 class CheckedReduceScatter(ReduceScatter):
     """One FSDP module's own reduce-scatter, once its ranks know that none of them compresses."""
 
-    def __init__(self, module: FSDPModule, ways: Ways) -> None:
+    def __init__(self, module: FSDPModule, transports: GroupTransports) -> None:
         default = DefaultReduceScatter()
-        self.own, self._ways = torchs_own(module, "_reduce_scatter_comm", default), ways
+        self.own, self._transports = torchs_own(module, "_reduce_scatter_comm", default), transports
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for FSDP's inputs and outputs."""
@@ -69,9 +69,9 @@ class CheckedReduceScatter(ReduceScatter):
 
         What a compressor of parameters raises, on any rank, all raise when backward ends.
         """
-        way, replicas = self._ways.of_all(group, sys._getframe(1))
-        if self._ways.gathers:
-            self._ways.expect(way, replicas)
+        transport, replicas = self._transports.of_all(group, sys._getframe(1))
+        if self._transports.gathers:
+            self._transports.expect(transport, replicas)
         return self.own(output_tensor, input_tensor, group, op, async_op)
 
 
@@ -82,9 +82,11 @@ class CompressedReduceScatter(FsdpReduction["Reduced | None"], ReduceScatter):
     Quantisation buckets start anew with each of them.
     """
 
-    def __init__(self, routes: FsdpRoutes, name: str, module: FSDPModule, ways: Ways) -> None:
+    def __init__(
+        self, routes: FsdpRoutes, name: str, module: FSDPModule, transports: GroupTransports
+    ) -> None:
         found = routes.of_shards(module)
-        super().__init__([*found.values(), routes.unknown], name, ways)
+        super().__init__([*found.values(), routes.unknown], name, transports)
         self._by_key = {_inner(key): compressor for key, compressor in found.items()}
         self._unknown = routes.unknown
         self.own = torchs_own(module, "_reduce_scatter_comm", DefaultReduceScatter())
@@ -108,10 +110,10 @@ class CompressedReduceScatter(FsdpReduction["Reduced | None"], ReduceScatter):
         What a compressor raises, on any rank, is raised on all of them when backward ends.
         """
         caller = sys._getframe(1)
-        way, replicas = self.ways.of_all(group, caller)
-        divisor = _divisor(op, way.comm.size)
+        transport, replicas = self.transports.of_all(group, caller)
+        divisor = _divisor(op, transport.comm.size)
         params = reduced(self._module, output_tensor.numel(), caller)
-        self.reduce(output_tensor, input_tensor, way, divisor, params, replicas)
+        self.reduce(output_tensor, input_tensor, transport, divisor, params, replicas)
 
     def whole(self, params: Reduced | None, n: int) -> tuple[Reduced | None, int]:
         """Return all parameters that may have a gradient, and how many elements a rank's are."""

@@ -75,7 +75,7 @@ def labelled(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [(name or whole, each) for name, each in pairs]
 
 
-class Way:
+class GroupTransport:
     """How tensors travel in one process group: over what, and from which places.
 
     All of its ranks draw random numbers by the ``seed`` of the first.
@@ -86,7 +86,7 @@ class Way:
         self.comm = connect_group(group, own=False)
         self.seed = agreed_seed(self.comm)
         self.places = {place.name: place for place in (Place(), *agreed_places(self.comm))}
-        self.users: dict[Any, None] = {}  # the reductions that have gone this way
+        self.users: dict[Any, None] = {}  # the reductions that have used it
         self.planned = 0  # the backward pass in which ranks have agreed on their schedules
 
     def place(self, name: str) -> Place | None:
@@ -94,8 +94,8 @@ class Way:
         return self.places.get(name)
 
 
-class Ways:
-    """The ways of the process groups that one model is sharded over.
+class GroupTransports:
+    """The transports of the process groups that one model is sharded over.
 
     All of a group's ranks compress with ``spec``. ``module`` was given to the ``caller``, and had
     no FSDP2 modules inside but the ``known`` ones then. ``gathers`` tells whether parameters are
@@ -116,19 +116,20 @@ class Ways:
         self._module: weakref.ref[torch.nn.Module] = weakref.ref(module)  # which holds this
         self._known, self._looked = weakref.WeakSet(known), False
         self.outcome = BackwardOutcome(caller)
-        self._made: dict[Any, Way] = {}
+        self._made: dict[Any, GroupTransport] = {}
 
-    def of(self, group: dist.ProcessGroup) -> Way:
-        """Return the way of ``group``; collective the first time.
+    def of(self, group: dist.ProcessGroup) -> GroupTransport:
+        """Return the transport of ``group``; collective the first time.
 
         Raises Mismatch, on all of its ranks, where they compress otherwise: they would take each
         other's payloads for their own.
         """
-        way = self._made.get(group)
-        if way is None:
+        transport = self._made.get(group)
+        if transport is None:
             with watched(group, f"in the first step after hvd.{self._caller}()"):
-                way = Way(group)
-                told = [each.decode() for each in way.comm.allgather_bytes(self._spec.encode())]
+                transport = GroupTransport(group)
+                specs = transport.comm.allgather_bytes(self._spec.encode())
+                told = [each.decode() for each in specs]
             if len(set(told)) > 1:
                 ranks = dist.get_process_group_ranks(group)
                 shown = "; ".join(f"rank {r}: {t}" for r, t in zip(ranks, told, strict=True))
@@ -136,20 +137,22 @@ class Ways:
                     f"{self._caller}: compressors differ between ranks ({shown}); pass the same on "
                     "all ranks"
                 )
-            self._made[group] = way
-        return way
+            self._made[group] = transport
+        return transport
 
-    def of_all(self, group: dist.ProcessGroup, frame: FrameType) -> tuple[Way, Way | None]:
-        """Return the way of ``group``, and that of its replicas where torch averages over some.
+    def of_all(
+        self, group: dist.ProcessGroup, frame: FrameType
+    ) -> tuple[GroupTransport, GroupTransport | None]:
+        """Return the transport of ``group``, and of its replicas where torch averages over some.
 
         ``frame`` is that of FSDP's function. Raises as ``of`` does.
         """
-        way, replicas = self.of(group), frame.f_locals.get("all_reduce_group")
-        return way, None if replicas is None else self.of(replicas)
+        transport, replicas = self.of(group), frame.f_locals.get("all_reduce_group")
+        return transport, None if replicas is None else self.of(replicas)
 
-    def expect(self, way: Way, replicas: Way | None = None) -> None:
+    def expect(self, transport: GroupTransport, replicas: GroupTransport | None = None) -> None:
         """Let ranks agree on what has failed when the backward pass at hand ends."""
-        self.outcome.expect(way.comm, None if replicas is None else replicas.comm)
+        self.outcome.expect(transport.comm, None if replicas is None else replicas.comm)
         if (later := self.look()) is not None:
             self.outcome.note(later)
         if self.owed is not None:
@@ -177,7 +180,7 @@ class Ways:
     def at_work(self) -> Iterator[None]:
         """Put what the caller does in order with the work at all places."""
         with ExitStack() as stack:
-            for way in self._made.values():
-                for place in way.places.values():
+            for transport in self._made.values():
+                for place in transport.places.values():
                     stack.enter_context(place.at_work())
             yield

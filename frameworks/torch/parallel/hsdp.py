@@ -42,7 +42,7 @@ from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
 from ringlet.torch.parallel.fsdp_params import Reduced, held, lengths, levels, reduced, span_key
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes, described
 from ringlet.torch.parallel.fsdp_transport import (
-    Ways,
+    GroupTransports,
     check_model,
     labelled,
     sharded_modules,
@@ -63,9 +63,14 @@ class ReplicaAverage:
     """
 
     def __init__(
-        self, engine: Engine, routes: FsdpRoutes, name: str, module: Any, ways: Ways
+        self,
+        engine: Engine,
+        routes: FsdpRoutes,
+        name: str,
+        module: Any,
+        transports: GroupTransports,
     ) -> None:
-        self.name, self._ways, self._unknown = name, ways, routes.unknown
+        self.name, self._transports, self._unknown = name, transports, routes.unknown
         self._by_name = {f"{name}[{key}]": by for key, by in routes.of_shards(module).items()}
         self.places: dict[str, str] = {}  # of shards, by the names under which they travel
         self.count = 0  # averages, which replicas count alike
@@ -83,12 +88,12 @@ class ReplicaAverage:
         caller = sys._getframe(1)
         group = caller.f_locals.get("reduce_scatter_group")
         if group is not None:
-            self._ways.outcome.expect(self._ways.of(group).comm)
-        later = self._ways.look()
+            self._transports.outcome.expect(self._transports.of(group).comm)
+        later = self._transports.look()
         if later is not None:
             if group is None:
                 raise InvalidArgument(later.text)
-            self._ways.outcome.note(later)
+            self._transports.outcome.note(later)
         place = place_of(shard, engine=self._engine)
         staged = packed(shard, place)
         params = reduced(self._module(), shard.numel(), caller)
@@ -107,7 +112,7 @@ class ReplicaAverage:
             raise failed
         shard.zero_()
         failure = BackwardFailure(Stage.ENCODE, type(failed).__name__, self._told(failed))
-        self._ways.outcome.note(failure, failed)
+        self._transports.outcome.note(failure, failed)
 
     def compressor_of(self, name: str) -> Compressor:
         """Return the compressor of what travels under ``name``."""
@@ -312,9 +317,9 @@ def compress_hsdp(
     leave = Departure(engine, terms.comm)
     leave.come_with(module)
     known = [each for _, each in modules]
-    made, ways = [], Ways(described(router), module, known, "compress_hsdp")
+    made, transports = [], GroupTransports(described(router), module, known, "compress_hsdp")
     for name, each in labelled(modules):
-        made.append(ReplicaAverage(engine, routes, name, each, ways))
+        made.append(ReplicaAverage(engine, routes, name, each, transports))
         each.set_all_reduce_hook(made[-1])
     _note_averages(known, made, leave)
     routes.warn()
