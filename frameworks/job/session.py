@@ -259,7 +259,7 @@ def init(
     level = level_from(os.environ)
     if comm is None and is_elastic() and not _joined and (specs := told_specs()) is not None:
         warm_up(specs)
-    runtime, in_thread = _met(transport, comm, limits, wishes, level, holds)
+    runtime, in_thread = _connected(transport, comm, limits, wishes, level, holds)
     if comm is None:
         _asked = transport, autotune, join_divisor
         _joined = True
@@ -294,7 +294,7 @@ def _refuse_another_transport(
         )
 
 
-def _met(
+def _connected(
     transport: str | None,
     given: Communicator | None,
     limits: Limits,

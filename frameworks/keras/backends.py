@@ -221,8 +221,8 @@ def _reduce_torch(
         found = [(n, keras.ops.convert_to_numpy(v)) for n, v, g in values if g is not None]
         return [*found, *_rate(reducer)]
 
-    beside = accumulator.agreed()
-    results = iter(reducer.reduce(every, given, unused, shown=shown, beside=beside))
+    common = accumulator.agreed()
+    results = iter(reducer.reduce(every, given, unused, shown=shown, common=common))
     accumulator.refuse_unused(slots, every)
     done: list[Any] = []
     for gradient in gradients:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ringlet.job.process_sets import ProcessSet
 from ringlet.precision.guards import unscaled_first
 from ringlet.shared.gradients.accumulation import Accumulator
-from ringlet.shared.gradients.gradient_reducer import GradientReducer, Staying
+from ringlet.shared.gradients.gradient_reducer import GradientReducer, LocalReducer
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import of_config, unique
 from ringlet.shared.variable_names import identity, name_of, refuse_overwritten
@@ -33,7 +33,7 @@ class Reducing:
     _ringlet: GradientReducer
     _ringlet_original: Original
     _ringlet_accumulator: Accumulator
-    _ringlet_staying: tuple[Staying, Accumulator]
+    _ringlet_local_reducer: tuple[LocalReducer, Accumulator]
     _ringlet_groups: Any
     _ringlet_local: set[int]
     _ringlet_scale_local: bool
@@ -55,7 +55,7 @@ class Reducing:
     def forget_passes(self) -> None:
         """Forget what ``backward_passes_per_step`` has added up since the last step."""
         self._ringlet_accumulator.reset()
-        self._ringlet_staying[1].reset()
+        self._ringlet_local_reducer[1].reset()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -114,8 +114,8 @@ class Reducing:
         if local and self._ringlet_accumulator.passes > 1:
             chosen = [variables[i] for i in local]
             names = unique([name_of(v, i) for i, v in enumerate(chosen)])
-            stay, sums = self._ringlet_staying
-            _, given = self._ringlet_reduce(stay, chosen, names, given, [""] * len(local), sums)
+            reducer, sums = self._ringlet_local_reducer
+            _, given = self._ringlet_reduce(reducer, chosen, names, given, [""] * len(local), sums)
         for i, gradient in zip(local, given, strict=True):
             results[i] = gradient
 
@@ -163,14 +163,14 @@ def made_of(
     reducer = GradientReducer(
         "DistributedOptimizer", settings, name or title, told=told, cure=_BROADCAST
     )
-    added, staying = reducer.accumulators = options.accumulator(), options.accumulator()
+    added, local = reducer.accumulators = options.accumulator(), options.accumulator()
     if before is not None:
         reducer.inherit(before._ringlet)
     made.__dict__.update(
         _ringlet=reducer,
         _ringlet_original=Original(optimizer),
         _ringlet_accumulator=added,
-        _ringlet_staying=(Staying("local variables", settings), staying),
+        _ringlet_local_reducer=(LocalReducer("local variables", settings), local),
         _ringlet_groups=options.grouping,
         _ringlet_local=set() if before is None else set(before._ringlet_local),
         _ringlet_skips=isinstance(optimizer, scales),

@@ -13,7 +13,7 @@ from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.mxnet.nd_views import view
 from ringlet.shared.drift import RATE
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
-from ringlet.shared.gradients.gradient_settings import Beside, Slot
+from ringlet.shared.gradients.gradient_settings import CommonValue, Slot
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import of_attributes, unique
 from ringlet.shared.variable_names import numbered_groups, warn_of_unmatched
@@ -166,8 +166,8 @@ class DistributedTrainer(mx.gluon.Trainer):
 
         if arrays:
             slots = _slots(names, arrays, self._groups)
-            scale = Beside("rescale_grad", str(self._optimizer.rescale_grad), _BATCH)
-            self._reducer.reduce(slots, arrays, outputs=arrays, shown=shown, beside=scale)
+            scale = CommonValue("rescale_grad", str(self._optimizer.rescale_grad), _BATCH)
+            self._reducer.reduce(slots, arrays, outputs=arrays, shown=shown, common=scale)
 
 
 def _told(optimizer: Any) -> dict[str, object]:

@@ -13,7 +13,7 @@ from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 from ringlet.shared.gradients.gradient_list import GradientList
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
-from ringlet.shared.gradients.gradient_settings import Beside, Settings, Slot
+from ringlet.shared.gradients.gradient_settings import CommonValue, Settings, Slot
 from ringlet.shared.list_changes import ListTurns
 from ringlet.shared.model_agreement import UNUSED, agree, common_names
 from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES
@@ -51,10 +51,10 @@ class TapeReducer(GradientReducer):
         unused: Sequence[str] = (),
         outputs: Sequence[Array] | None = None,
         shown: Callable[[], Sequence[tuple[str, Array]]] | None = None,
-        beside: Beside | None = None,
+        common: CommonValue | None = None,
     ) -> list[Array]:
         """Return the reduced gradients, as ``GradientReducer`` does."""
-        process_set, rest = self.settings.process_set, (unused, outputs, shown, beside)
+        process_set, rest = self.settings.process_set, (unused, outputs, shown, common)
         if not process_set.included() or process_set.size() == 1:
             return super().reduce(slots, arrays, *rest)
         self._turns = turns = _turns(current(), process_set.number())

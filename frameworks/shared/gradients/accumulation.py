@@ -15,7 +15,7 @@ import numpy as np
 from ringlet.ring.dtypes import Array
 from ringlet.shared.argument_kinds import whole
 from ringlet.shared.arrays import numpy_dtype
-from ringlet.shared.gradients.gradient_settings import Beside, Slot
+from ringlet.shared.gradients.gradient_settings import CommonValue, Slot
 from ringlet.shared.gradients.pending_passes import (
     Pending,
     agreed,
@@ -119,7 +119,7 @@ class Accumulator:
         self._resumed, self._foreign = pending.count, set(pending.sums)
         return ""
 
-    def agreed(self) -> Beside | None:
+    def agreed(self) -> CommonValue | None:
         """Return what ranks have to have in common in a step, if it has several passes."""
         return None if self.passes == 1 else agreed(self._resumed)
 

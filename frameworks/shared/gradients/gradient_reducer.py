@@ -27,7 +27,7 @@ from ringlet.shared.arrays import all_finite, allocate
 from ringlet.shared.drift import Drift, sums_of_bits, warn_of_variables
 from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_list import GradientList
-from ringlet.shared.gradients.gradient_settings import Beside, Settings, Slot
+from ringlet.shared.gradients.gradient_settings import CommonValue, Settings, Slot
 from ringlet.shared.gradients.pending_passes import Pending, other_number, warn_of_forgotten
 from ringlet.shared.gradients.sparse_rows import check_places, densified
 from ringlet.shared.list_changes import ListChanges
@@ -110,7 +110,7 @@ class GradientReducer:
         self._titles: dict[int, str] = {}  # by how many lists were declared before
         self._lock = self.memory.lock
 
-    _beside: Beside | None = None
+    _common: CommonValue | None = None
     _counts = True  # the calls; False where somebody does for several reducers
 
     def cohorts(self, variables: Sequence[Any], groups: Any) -> list[str]:
@@ -138,13 +138,13 @@ class GradientReducer:
         unused: Sequence[str] = (),
         outputs: Sequence[Array] | None = None,
         shown: Callable[[], Sequence[tuple[str, Array]]] | None = None,
-        beside: Beside | None = None,
+        common: CommonValue | None = None,
     ) -> list[Array]:
         """Return the reduced gradients; collective, and called with the same slots on all ranks.
 
         ``unused`` are the names of variables that have no gradient on this rank. ``shown`` returns
         variables as they are before this step; it is called in the steps in which these are
-        compared. ``beside`` is something else that ranks must have in common in each step.
+        compared. ``common`` is something else that ranks must have in common in each step.
 
         ``arrays`` are one for each slot, or values and indices where it is sparse. So are the
         results, but those of sparse gradients that are fused are dense: one array. Arrays given
@@ -163,7 +163,7 @@ class GradientReducer:
             fresh = not self._is_bound(runtime)
             self._bind(runtime)
             try:
-                return self._reduced_by_all(slots, arrays, unused, outputs, beside, shown, runtime)
+                return self._reduced_by_all(slots, arrays, unused, outputs, common, shown, runtime)
             except Mismatch:
                 if fresh:  # ranks may have met here with different ones of several optimizers
                     self._unbind()
@@ -194,7 +194,7 @@ class GradientReducer:
                 self._agree()
             while self.settings.guard and not self._all_finite([]):
                 pass  # others skip a step for an overflow, and tell with the next one
-            self._beside = None
+            self._common = None
             self._changes.begin(what)
             try:
                 self._compare([(what, which)])
@@ -316,7 +316,7 @@ class GradientReducer:
         arrays: Sequence[Array],
         unused: Sequence[str],
         outputs: Sequence[Array] | None,
-        beside: Beside | None,
+        common: CommonValue | None,
         shown: Callable[[], Sequence[tuple[str, Array]]] | None,
         runtime: Runtime,
     ) -> list[Array]:
@@ -324,8 +324,8 @@ class GradientReducer:
             self._agree()
         if self.settings.guard and not self._all_finite(arrays):
             return self._overflowed(slots, arrays)
-        self._beside = beside
-        key, done = (tuple(slots), beside), None
+        self._common = common
+        key, done = (tuple(slots), common), None
         if self._counts:
             self._changes.begin(key)
         try:
@@ -377,13 +377,13 @@ class GradientReducer:
         changed = self._changes.changed
         which = f"change{self._changes.call}" if changed else len(self._lists)
         where = f"{self._label}.{which}", items, self.settings.process_set
-        beside = self._beside
+        common = self._common
         if changed and self._counts:
             self._agree_on_restarts(where[0])
         try:
-            if beside is not None:
-                label, told = f"{where[0]}.beside", [(beside.name, beside.value)]
-                agree(self._kind, label, told, self.settings.process_set, beside.cure)
+            if common is not None:
+                label, told = f"{where[0]}.common", [(common.name, common.value)]
+                agree(self._kind, label, told, self.settings.process_set, common.cure)
             return common_names(f"gradients of {self._kind}", *where)
         except Mismatch:
             self.pass_over()
@@ -600,7 +600,7 @@ def _is_state(value: Any) -> bool:
     )
 
 
-class Staying(GradientReducer):
+class LocalReducer(GradientReducer):
     """Stands for a reducer where gradients stay on their rank, and are only added up."""
 
     def reduce(
@@ -610,7 +610,7 @@ class Staying(GradientReducer):
         unused: Sequence[str] = (),
         outputs: Sequence[Array] | None = None,
         shown: Callable[[], Sequence[tuple[str, Array]]] | None = None,
-        beside: Beside | None = None,
+        common: CommonValue | None = None,
     ) -> list[Array]:
         """Return the gradients as they are."""
         return self._alone(slots, arrays, outputs)

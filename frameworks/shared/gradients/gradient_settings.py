@@ -40,7 +40,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Beside:
+class CommonValue:
     """What ranks must have in common in a step, beside gradients; ``cure`` is what to do else."""
 
     name: str

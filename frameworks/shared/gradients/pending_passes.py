@@ -13,7 +13,7 @@ from ringlet.ring.callers import outside
 from ringlet.ring.dtypes import Array
 from ringlet.shared import residual_store
 from ringlet.shared.arrays import numpy_dtype
-from ringlet.shared.gradients.gradient_settings import Beside, Slot
+from ringlet.shared.gradients.gradient_settings import CommonValue, Slot
 from ringlet.shared.state_record import is_numpy
 
 Sums = Mapping[str, tuple[Slot, tuple[Array, ...]]]
@@ -62,9 +62,9 @@ class Pending:
         return cls(passes, count, found)
 
 
-def agreed(resumed: int) -> Beside:
+def agreed(resumed: int) -> CommonValue:
     """Return what ranks must have in common that have ``resumed`` so many passes of a step."""
-    return Beside(
+    return CommonValue(
         "backward passes that were added up before",
         str(resumed),
         "load compressor state of one time on all ranks, or on none",

@@ -103,8 +103,8 @@ def reduced(
             every, summed = added
         used = {slot.name for slot in every}
         without = [name for name in unused if name not in used]
-        beside = None if accumulator is None else accumulator.agreed()
-        results = reducer.reduce(every, summed, without, shown=shown, beside=beside)
+        common = None if accumulator is None else accumulator.agreed()
+        results = reducer.reduce(every, summed, without, shown=shown, common=common)
         if accumulator is not None:
             accumulator.refuse_unused(shaped, every)
         kinds = [numpy_dtype(dtype) for dtype, _ in outputs[1:]]

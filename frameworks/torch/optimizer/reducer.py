@@ -30,12 +30,12 @@ from ringlet.torch.optimizer.double_reduction import refuse_ddp
 from ringlet.torch.optimizer.drift_check import DriftCheck
 from ringlet.torch.optimizer.frozen import is_zero, refuse_strays
 from ringlet.torch.optimizer.grad_hooks import GradHooks
-from ringlet.torch.optimizer.in_flight import Handed
 from ringlet.torch.optimizer.naming import warn_of_unmatched
 from ringlet.torch.optimizer.optimizer_checks import warn_of_no_gradients
 from ringlet.torch.optimizer.parameter_memory import ParameterMemory
 from ringlet.torch.optimizer.sparse_gradients import SparseGradients
 from ringlet.torch.optimizer.step_agreement import StepAgreement
+from ringlet.torch.optimizer.step_gradients import StepGradients
 from ringlet.torch.tensors.placement import HOST, place_of
 from ringlet.torch.tensors.views import check, dtype_of
 
@@ -140,7 +140,8 @@ class Reducer:
         """Begin with what belongs to one epoch's ranks; ``label`` is its name, "" for none yet."""
         self._label, self._shown = label, ""  # the latter is numbered, and as long as the label
         self._declarations = 0  # under this label
-        self._handed = Handed(self._op)  # nothing of an epoch before: one rank alone hands in none
+        # With nothing of an epoch before: one rank alone hands in none.
+        self._gradients = StepGradients(self._op)
         named, sparse_as_dense = self.parameters, self._sparse_as_dense
         self._rows = SparseGradients(named, label, self._op, self._process_set, sparse_as_dense)
         self._drift = DriftCheck(self._compared, label, self._process_set)
@@ -240,7 +241,7 @@ class Reducer:
         self._owing = self._included and self._size() == 1
 
     def _restored(self, step: int) -> None:
-        for name, place in self._handed.places.items():
+        for name, place in self._gradients.places.items():
             current().engine.bring(self.memory.states[name], place)
         self.restart(step)
 
@@ -255,11 +256,11 @@ class Reducer:
 
     def delivered(self, name: str) -> torch.Tensor | None:
         """Return where the last result was delivered to; None if it is in the gradient."""
-        return self._handed.result(name)
+        return self._gradients.result(name)
 
     def unscaled(self, name: str) -> bool:
         """Whether the last result is divided by the loss scale, and was looked at, already."""
-        fused = name in self._handed.last and self._handed.places[name] == HOST
+        fused = name in self._gradients.last and self._gradients.places[name] == HOST
         return fused and self._unscaling is not None
 
     @property
@@ -282,7 +283,7 @@ class Reducer:
     def _note(self, name: str, p: torch.Tensor) -> None:
         self.renewed = True
         if p.grad is not None:
-            self._handed.note(name, p.grad)
+            self._gradients.note(name, p.grad)
 
     def _ready(self, name: str, p: torch.Tensor) -> None:
         self.renewed = True
@@ -311,7 +312,7 @@ class Reducer:
         if not self.in_flight:
             self._begin()
         if (grad := p.grad) is not None:
-            self._handed.note(name, grad)
+            self._gradients.note(name, grad)
         if due := group.note(name):
             self._submit(due, name)
 
@@ -320,7 +321,7 @@ class Reducer:
         self._begin()
         self._rows.gather(name, owed=self.memory.take_owed(name))
         if p.grad is not None:
-            self._handed.note(name, p.grad)
+            self._gradients.note(name, p.grad)
 
     def _submit(self, names: Sequence[str], arriving: str | None = None) -> None:
         """Hand in the gradients of ``names``, which are complete, or are not to come.
@@ -330,8 +331,8 @@ class Reducer:
         if not names:
             return
         assert self._group is not None
-        tensors = self._handed.take(names, self.parameters, arriving)
-        if self._handed.is_news(names):
+        tensors = self._gradients.take(names, self.parameters, arriving)
+        if self._gradients.is_news(names):
             self._agreement.tell_news(self._group.turn)
         self._begin()
         try:
@@ -381,7 +382,7 @@ class Reducer:
             refuse_strays(param_groups, self._hooks, "DistributedOptimizer", cure)
         except RuntimeError as error:
             raise self.give_up_because(error) from None
-        changed = self._handed.changed(self.parameters)
+        changed = self._gradients.changed(self.parameters)
         self._warn_without_gradients()
         if self._group is None:
             self._synchronize_alone(changed)
@@ -394,14 +395,14 @@ class Reducer:
         self._hand_in_rest(self._group)
         self._collect(self._group)
         self._settle()
-        if self._rows.choose(self._handed.rows):
+        if self._rows.choose(self._gradients.rows):
             self._declare(self.step)
         groups = param_groups if settings is None else settings
         self._drift.look(groups, lambda: self.steps)
 
     def _synchronize_alone(self, changed: str | None) -> None:
         """End a step of which nothing travels; RuntimeError where a gradient has ``changed``."""
-        self._handed.clear()
+        self._gradients.clear()
         self.renewed = False
         if changed is not None and self._cure:
             raise RuntimeError(self._too_early(changed))
@@ -449,8 +450,8 @@ class Reducer:
             group.wait()
             if self._rows.dims:
                 self._rows.collect()
-            self._handed.put()
-            self._handed.make_sparse(self.parameters)
+            self._gradients.put()
+            self._gradients.make_sparse(self.parameters)
             self.memory.ended()
         except BaseException as error:
             # What is interrupted while it waits can be waited for again, and must be.
@@ -464,7 +465,7 @@ class Reducer:
         agreement = self._agreement
         if agreement.end():  # some rank would go on with another model
             label, ranks = f"{agreement.label}.sparse", self._process_set
-            self._handed.share_rows(self.parameters, label, ranks)
+            self._gradients.share_rows(self.parameters, label, ranks)
             agreement.compare(self.steps, self.align)
         agreement.settle()
 
@@ -577,7 +578,7 @@ class Reducer:
         """Begin to count backward passes anew: what they left was discarded."""
         if not self.in_flight:
             self._left = dict.fromkeys(self.parameters, self.passes)
-            self._handed.clear()
+            self._gradients.clear()
             self.renewed = False
             if self._group is not None:
                 self._group.acknowledge()
@@ -625,7 +626,7 @@ class Reducer:
         """Let the next step begin; nobody waits any longer for what this one was gathering."""
         self.in_flight = self.renewed = False
         self._left = dict.fromkeys(self.parameters, self.passes)
-        self._handed.clear()
+        self._gradients.clear()
         for handle in self._rows.release():
             handle.forget()
 
@@ -639,7 +640,7 @@ class Reducer:
         if self._size() == 1 or not self._included:
             self._declared = all_compressors
             return
-        self._handed.places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
+        self._gradients.places = {n: place_of(p, self._op) for n, p in self.parameters.items()}
         self._place_results()
         names = [name for name in self.parameters if name not in self._rows.dims]
         carried = [self._carried(name) for name in names]
@@ -672,7 +673,7 @@ class Reducer:
             postscale=self._predivide,
             process_set=self._process_set.number(),
             group=self._cohorts.get(name, ""),
-            place=self._handed.places[name],
+            place=self._gradients.places[name],
             edition=edition(compressor),
         )
 
@@ -696,9 +697,9 @@ class Reducer:
         self._finalizer = weakref.finalize(self, runtime.engine.release, group)
 
     def _place_results(self) -> None:
-        handed = self._handed
-        there = {n: r for n, r in self._results.items() if handed.places.get(n) == HOST}
-        handed.results = there
+        places = self._gradients.places
+        there = {n: r for n, r in self._results.items() if places.get(n) == HOST}
+        self._gradients.results = there
 
     def _inherit(self, before: Reducer) -> int:
         """Go on with what ``before`` remembers of the same parameters; return the step."""

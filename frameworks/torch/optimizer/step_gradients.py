@@ -30,7 +30,7 @@ class _Copy(NamedTuple):
     delivered: bool
 
 
-class Handed:
+class StepGradients:
     """Gradients of parameters that lie at ``places``, by name.
 
     ``results`` (float32, contiguous, in host memory) take what is reduced of 16-bit parameters; all
