@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -158,7 +158,8 @@ def grouped_allreduce_async_(
 ) -> TorchHandle:
     """Combine tensors over all ranks together, in place. See ``grouped_allreduce``."""
     factors = prescale_factor, postscale_factor
-    return _start(tensors, tensors, name, reduce_op(average, op), factors, process_set, compression)
+    call = _Call(name, reduce_op(average, op), factors, process_set, compression)
+    return _start(tensors, tensors, call)
 
 
 @public
@@ -174,7 +175,8 @@ def grouped_allreduce_async(
 ) -> TorchHandle:
     """Combine tensors over all ranks together, into new ones. See ``grouped_allreduce``."""
     factors = prescale_factor, postscale_factor
-    return _start(tensors, None, name, reduce_op(average, op), factors, process_set, compression)
+    call = _Call(name, reduce_op(average, op), factors, process_set, compression)
+    return _start(tensors, None, call)
 
 
 @public
@@ -203,7 +205,8 @@ def grouped_allreduce(
         return around(cast, tensors, combine)
 
     def start(given: Tensors) -> TorchHandle:
-        return _start(given, None, name, chosen, factors, process_set, compression, waits=True)
+        call = _Call(name, chosen, factors, process_set, compression, waits=True)
+        return _start(given, None, call)
 
     def backward(grads: Tensors, handle: TorchHandle) -> Tensors:
         _refuse_gradient(chosen)
@@ -227,9 +230,8 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """Combine tensors over all ranks together in place, and return them."""
     factors = prescale_factor, postscale_factor
-    chosen = reduce_op(average, op)
-    handle = _start(tensors, tensors, name, chosen, factors, process_set, compression, waits=True)
-    result: list[torch.Tensor] = handle.wait()
+    call = _Call(name, reduce_op(average, op), factors, process_set, compression, waits=True)
+    result: list[torch.Tensor] = _start(tensors, tensors, call).wait()
     return result
 
 
@@ -238,6 +240,37 @@ def refuse_mean(tensor: torch.Tensor, op: ReduceOp) -> None:
     if op is ReduceOp.AVERAGE and tensor.dtype is torch.bool:
         raise InvalidArgument(
             "booleans have no average: pass op=Sum for any, op=Min for all, or tensor.float()"
+        )
+
+
+class _Call(NamedTuple):
+    """The arguments of a call. It is for a ``single`` tensor or a group, and ``waits`` at once."""
+
+    name: str | None
+    op: ReduceOp
+    factors: tuple[float, float]
+    process_set: ProcessSet
+    compression: Any
+    single: bool = False
+    waits: bool = False
+
+    def requests(
+        self, base: str, compressor: Compressor, sources: Tensors, places: Sequence[str]
+    ) -> list[Request]:
+        """Return requests, named after ``base``, for what is handed in."""
+        return group_requests(
+            "allreduce",
+            base,
+            self.single,
+            [dtype_of(source) for source in sources],
+            [source.shape for source in sources],
+            places,
+            op=self.op,
+            spec=str(compressor),
+            edition=edition(compressor),
+            prescale=self.factors[0],
+            postscale=self.factors[1],
+            process_set=self.process_set.number(),
         )
 
 
@@ -311,7 +344,8 @@ def _start_one(
         or (name is None and asked.series is not runtime.series("allreduce", number))
     ):
         outputs = None if output is None else [output]
-        return _start([tensor], outputs, name, op, factors, process_set, compression, True, waits)
+        call = _Call(name, op, factors, process_set, compression, True, waits)
+        return _start([tensor], outputs, call)
     request = asked.requests[0]
     if asked.series is not None:
         request = request.numbered(asked.series.next())
@@ -324,66 +358,41 @@ def _start_one(
     return WrittenTensor(operation, output)
 
 
-def _start(
-    tensors: Tensors,
-    outputs: Tensors | None,
-    name: str | None,
-    op: ReduceOp,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    compression: Any,
-    single: bool = False,
-    waits: bool = False,
-) -> TorchHandle:
+def _start(tensors: Tensors, outputs: Tensors | None, call: _Call) -> TorchHandle:
     """Submit a reduction of every tensor into ``outputs``, which are the tensors, or new ones.
 
-    The handle returns all outputs, or the ``single`` one; the caller ``waits`` for it at once.
-    Tensors that overlap are all reduced from what they hold now.
+    The handle returns all outputs, or the single one. Tensors that overlap are all reduced from
+    what they hold now.
     """
     refuse_one(tensors, "allreduce")
     tensors = list(tensors)
     check_some(tensors, "allreduce")
     for tensor in tensors:
         check(tensor)
-        refuse_mean(tensor, op)
-    layout = torch.contiguous_format
+        refuse_mean(tensor, call.op)
     tangled = outputs is not None and len(tensors) > 1 and any_overlap(tensors)
     if outputs is None:
+        layout = torch.contiguous_format
         outputs = [torch.empty_like(tensor, memory_format=layout) for tensor in tensors]
-    runtime, number = current(), process_set.number()
-    compressor = as_compressor(compression)
-    kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-    what = compressor, op, factors, single, kinds
+    runtime, number = current(), call.process_set.number()
+    compressor = as_compressor(call.compression)
+    what = compressor, call.op, call.factors, call.single, [(t.dtype, t.shape) for t in tensors]
     direct = not tangled and all(map(taken_as_it_is, tensors))
-    asked = None if name is None else _asked_of(runtime).get((number, name))
+    asked = None if call.name is None else _asked_of(runtime).get((number, call.name))
     if asked is not None and asked.is_for(*what) and direct and all(map(taken_as_it_is, outputs)):
-        return WrittenHandle(
-            _submit_again(runtime, asked, tensors, outputs, waits), outputs, single
-        )
-    base = name or _unnamed(runtime, number, compressor, single)
-    places = [place_of(tensor, op) for tensor in tensors]
-    sources = [_source(t, op, compressor, p) for t, p in zip(tensors, places, strict=True)]
+        operations = _submit_again(runtime, asked, tensors, outputs, call.waits)
+        return WrittenHandle(operations, outputs, call.single)
+    base = call.name or _unnamed(runtime, number, compressor, call.single)
+    places = [place_of(tensor, call.op) for tensor in tensors]
+    sources = [_source(t, call.op, compressor, p) for t, p in zip(tensors, places, strict=True)]
     if tangled:
         sources = [source.clone() for source in sources]
-    plain = compressor if op in SUMS else NoCompression()
-    dtypes, shapes = [dtype_of(s) for s in sources], [s.shape for s in sources]
-    requests = group_requests(
-        "allreduce",
-        base,
-        single,
-        dtypes,
-        shapes,
-        places,
-        op=op,
-        spec=str(plain),
-        edition=edition(plain),
-        prescale=factors[0],
-        postscale=factors[1],
-        process_set=number,
-    )
-    if direct and (single or name is not None) and all(map(is_, sources, tensors)):
-        _remember(runtime, number, name, _Asked(*what, requests, plain))
-    return _submit(runtime, requests, sources, outputs, plain, single, waits, tangled)
+    used = compressor if call.op in SUMS else NoCompression()
+    requests = call.requests(base, used, sources, places)
+    recognised = call.single or call.name is not None
+    if direct and recognised and all(map(is_, sources, tensors)):
+        _remember(runtime, number, call.name, _Asked(*what, requests, used))
+    return _submit(runtime, requests, sources, outputs, used, call, tangled)
 
 
 def _submit_again(
@@ -419,8 +428,7 @@ def _submit(
     sources: Tensors,
     outputs: Tensors,
     compressor: Compressor,
-    single: bool,
-    waits: bool,
+    call: _Call,
     apart: bool,
 ) -> TorchHandle:
     """Submit ``sources``, and copy the results to ``outputs`` that the engine cannot write to.
@@ -435,11 +443,11 @@ def _submit(
         (request, flat_at(source, request.place), flat_at(target, request.place), compressor)
         for request, source, target in zip(requests, sources, targets, strict=True)
     ]
-    operations = runtime.engine.submit_all(items, waits)
+    operations = runtime.engine.submit_all(items, call.waits)
 
     def result(_: Any) -> Any:
         done = [unstage(t, o) for t, o in zip(targets, outputs, strict=True)]
-        return done[0] if single else done
+        return done[0] if call.single else done
 
     return TorchHandle(operations, result)
 
