@@ -11,7 +11,7 @@ from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.recording.watched_communicator import unwatched
 from ringlet.ring.communicator import Communicator
-from ringlet.ring.pipeline import Flight, Pipeline, Steps
+from ringlet.ring.pipeline import Pipeline, PipelinedExchange, Steps
 
 WIRE_THREAD = "ringlet-wire-"
 SMALL = 1 << 16  # bytes up to which handing a collective to another thread costs more than it gains
@@ -52,9 +52,9 @@ class Exchanges:
             done()
 
         self._under_way[comm] += 1
-        flight = Flight(steps, ended, timed, enter, track.first_lane)
+        exchange = PipelinedExchange(steps, ended, timed, enter, track.first_lane)
         pays = busy or track.all_far or nbytes > SMALL
-        self.pipeline.add(flight, track.overlaps and pays)
+        self.pipeline.add(exchange, track.overlaps and pays)
 
     def severed(self) -> list[int]:
         """Return the ranks to which a connection has ended that exchanges under way need."""

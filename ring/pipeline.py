@@ -64,7 +64,7 @@ def resume(steps: Steps, error: BaseException | None = None) -> Wire | None:
         return None
 
 
-class Flight:
+class PipelinedExchange:
     """An exchange under way.
 
     ``done`` is called at its end, ``timed(start, end, nbytes, lane)`` after each collective, both
@@ -113,11 +113,11 @@ class Flight:
             self.error = error
         self.end = time.perf_counter()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Refer to no memory any more: a lane may hold this until its next exchange."""
         self.steps, self.wire, self.done = _no_steps(), ALONE, _nothing
 
-    def landed(self) -> None:
+    def report(self) -> None:
         """Tell of the collective."""
         if self.error is None:
             self.timed(self.start, self.end, self.wire.nbytes, self.lane)
@@ -134,11 +134,12 @@ class Pipeline:
     def __init__(self, wake: Callable[[], None], depth: int = DEPTH, name: str = "") -> None:
         self._wake, self.depth, self._name = wake, depth, name
         self.look: Callable[[], None] = _nothing
-        self._waiting: deque[Flight] = deque()
-        self._parked: Flight | None = None  # until it is alone; nothing begins meanwhile
+        self._waiting: deque[PipelinedExchange] = deque()
+        self._parked: PipelinedExchange | None = None  # until it is alone; nothing begins meanwhile
         self._under_way = 0
-        self._landed: SimpleQueue[Flight | None] = SimpleQueue()  # None: lost on the way
-        self._lanes: dict[int, SimpleQueue[Flight | None]] = {}
+        # What a lane has done its collective of; None for one that was lost.
+        self._completed: SimpleQueue[PipelinedExchange | None] = SimpleQueue()
+        self._lanes: dict[int, SimpleQueue[PipelinedExchange | None]] = {}
         self._threads: list[threading.Thread] = []
         notify(self)
 
@@ -150,30 +151,30 @@ class Pipeline:
     @property
     def ready(self) -> bool:
         """Whether ``advance`` has something to do."""
-        return not self._landed.empty()
+        return not self._completed.empty()
 
-    def add(self, flight: Flight, overlapping: bool = True) -> None:
+    def add(self, exchange: PipelinedExchange, overlapping: bool = True) -> None:
         """Begin an exchange, or let it wait for its turn.
 
         One that is not ``overlapping`` has no lanes: it runs to its end now, after all others.
         """
         if overlapping:
-            flight.lane = flight.lanes_before
-            self._waiting.append(flight)
+            exchange.lane = exchange.lanes_before
+            self._waiting.append(exchange)
             self._begin()
             return
         if self._under_way or self._waiting:
             self.drain()
-        while flight.advance():
-            if flight.wire is not ALONE:
-                flight.communicate()
-                flight.landed()
-        flight.done()
+        while exchange.advance():
+            if exchange.wire is not ALONE:
+                exchange.communicate()
+                exchange.report()
+        exchange.done()
 
     def advance(self) -> None:
         """Go on with what lanes have done. Raises what any collective or codec raised."""
-        while not self._landed.empty():
-            self._go_on(self._landed.get())
+        while not self._completed.empty():
+            self._go_on(self._completed.get())
         if self._waiting:
             self._begin()
 
@@ -181,11 +182,11 @@ class Pipeline:
         """Wait for the end of all exchanges."""
         while self.busy:
             try:
-                flight = self._landed.get(timeout=LOOK_S)
+                exchange = self._completed.get(timeout=LOOK_S)
             except Empty:
                 self.look()
                 continue
-            self._go_on(flight)
+            self._go_on(exchange)
             self._begin()
 
     def settle(self, patience: float) -> None:
@@ -195,12 +196,12 @@ class Pipeline:
         deadline = time.monotonic() + patience
         with suppress(BaseException):
             while self._under_way:
-                self._go_on(self._landed.get(timeout=max(0.0, deadline - time.monotonic())))
+                self._go_on(self._completed.get(timeout=max(0.0, deadline - time.monotonic())))
 
     def interrupt(self) -> None:
         """Count what is under way as lost if it has not ended in a while. From any thread."""
         if self._under_way:
-            late = threading.Timer(_PATIENCE_S, self._landed.put, (None,))
+            late = threading.Timer(_PATIENCE_S, self._completed.put, (None,))
             late.daemon = True
             late.start()
 
@@ -221,31 +222,31 @@ class Pipeline:
             self._under_way += 1
             self._work(self._waiting.popleft())
 
-    def _go_on(self, flight: Flight | None) -> None:
-        if flight is None:
+    def _go_on(self, exchange: PipelinedExchange | None) -> None:
+        if exchange is None:
             raise PeerLost("a collective was interrupted and did not end")
-        flight.landed()
-        self._work(flight)
+        exchange.report()
+        self._work(exchange)
         if self._parked is not None and self._under_way == 1:
-            flight, self._parked = self._parked, None
-            self._work(flight)
+            exchange, self._parked = self._parked, None
+            self._work(exchange)
 
-    def _work(self, flight: Flight) -> None:
-        going = flight.advance()
-        while going and flight.wire is ALONE and self._under_way == 1:
-            going = flight.advance()
-        if going and flight.wire is ALONE:
-            self._parked = flight
+    def _work(self, exchange: PipelinedExchange) -> None:
+        going = exchange.advance()
+        while going and exchange.wire is ALONE and self._under_way == 1:
+            going = exchange.advance()
+        if going and exchange.wire is ALONE:
+            self._parked = exchange
         elif going:
-            flight.lane += 1
-            self._lane(flight.lane - 1).put(flight)
+            exchange.lane += 1
+            self._lane(exchange.lane - 1).put(exchange)
         else:
             self._under_way -= 1
-            done = flight.done
-            flight.let_go()
+            done = exchange.done
+            exchange.release()
             done()
 
-    def _lane(self, number: int) -> SimpleQueue[Flight | None]:
+    def _lane(self, number: int) -> SimpleQueue[PipelinedExchange | None]:
         if number not in self._lanes:
             self._lanes[number] = SimpleQueue()
             name = f"{self._name}{number}"
@@ -257,10 +258,10 @@ class Pipeline:
     def _serve(self, number: int) -> None:
         lane = self._lanes[number]
         usable = True
-        while (flight := lane.get()) is not None:
+        while (exchange := lane.get()) is not None:
             if usable:  # after other errors nobody meets this rank any more
-                flight.communicate()
-                usable = flight.error is None or isinstance(flight.error, ExchangeFailed)
-                self._landed.put(flight)
+                exchange.communicate()
+                usable = exchange.error is None or isinstance(exchange.error, ExchangeFailed)
+                self._completed.put(exchange)
                 with suppress(Exception):  # the owner may have gone meanwhile
                     self._wake()

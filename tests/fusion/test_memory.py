@@ -177,10 +177,10 @@ def starve(engine):
             raise MemoryError
         return allocate(nbytes)
 
-    def watched(flight):
-        inside.append(flight)
+    def watched(exchange):
+        inside.append(exchange)
         try:
-            work(flight)
+            work(exchange)
         finally:
             inside.pop()
 

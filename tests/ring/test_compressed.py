@@ -18,7 +18,7 @@ from ringlet.ring.collectives.compressed import (
     steps,
 )
 from ringlet.ring.collectives.seal import SEAL, Fault, inspect, seal
-from ringlet.ring.pipeline import Flight, Pipeline
+from ringlet.ring.pipeline import Pipeline, PipelinedExchange
 from ringlet.ring.rank_order import even_counts
 from ringlet.ring.transports.local import run_local
 
@@ -387,7 +387,7 @@ def run_pipelined(exchanges, overlapping=True):
     try:
         for exchange in exchanges:
             pipeline.add(
-                Flight(
+                PipelinedExchange(
                     steps(exchange), lambda: None, lambda _, __, nbytes, ___: sent.append(nbytes)
                 ),
                 overlapping,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlet.ring import ExchangeFailed, PeerLost, RingError
-from ringlet.ring.pipeline import Flight, Pipeline, Wire
+from ringlet.ring.pipeline import Pipeline, PipelinedExchange, Wire
 from ringlet.ring.transports.local import run_local
 
 
@@ -49,7 +49,7 @@ def test_every_lane_keeps_the_order_whenever_ranks_come(flights, depth, seed):
 
         for i, (collectives, overlapping, track) in enumerate(flights):
             pipeline.add(
-                Flight(
+                PipelinedExchange(
                     steps(i, collectives, track, not overlapping),
                     lambda i=i: ended.append(i),
                     lambda start, end, nbytes, lane: times.append((end >= start, nbytes, lane)),
@@ -86,7 +86,7 @@ def test_at_most_depth_exchanges_are_under_way():
         under_way -= 1
 
     for _ in range(7):
-        pipeline.add(Flight(steps(), nothing, nothing))
+        pipeline.add(PipelinedExchange(steps(), nothing, nothing))
     while pipeline.busy:
         assert gate.acquire(timeout=60)
         pipeline.advance()
@@ -101,8 +101,8 @@ def test_an_error_in_a_collective_is_raised_to_the_owner_and_nothing_follows():
     def broken():
         raise RingError("the cable was cut")
 
-    pipeline.add(Flight(steps_of(broken), nothing, nothing))
-    pipeline.add(Flight(steps_of(lambda: made.append(1)), nothing, nothing))
+    pipeline.add(PipelinedExchange(steps_of(broken), nothing, nothing))
+    pipeline.add(PipelinedExchange(steps_of(lambda: made.append(1)), nothing, nothing))
     with pytest.raises(RingError, match="cable"):
         pipeline.drain()
     pipeline.stop(nothing)
@@ -123,8 +123,8 @@ def test_an_exchange_that_all_ranks_give_up_may_take_care_of_itself():
         except ExchangeFailed as error:
             ended.append(str(error))
 
-    pipeline.add(Flight(careful(), lambda: ended.append("done"), nothing))
-    pipeline.add(Flight(steps_of(nothing), lambda: ended.append("next"), nothing))
+    pipeline.add(PipelinedExchange(careful(), lambda: ended.append("done"), nothing))
+    pipeline.add(PipelinedExchange(steps_of(nothing), lambda: ended.append("next"), nothing))
     pipeline.drain()
     pipeline.stop(nothing)
     assert ended == ["damaged", "done", "next"]
@@ -145,7 +145,7 @@ def test_a_lane_that_waits_is_interrupted():
             waits.set()
             comm.sibling(1).barrier()
 
-        pipeline.add(Flight(steps_of(nothing, wait), nothing, nothing))
+        pipeline.add(PipelinedExchange(steps_of(nothing, wait), nothing, nothing))
         while not waits.is_set():
             pipeline.advance()
         both.wait(60)
@@ -168,7 +168,7 @@ def test_a_collective_that_cannot_be_interrupted_is_given_up(monkeypatch):
     monkeypatch.setattr("ringlet.ring.pipeline._PATIENCE_S", 0.2)
     over = threading.Event()
     pipeline = Pipeline(nothing)
-    pipeline.add(Flight(steps_of(partial(over.wait, 60)), nothing, nothing))
+    pipeline.add(PipelinedExchange(steps_of(partial(over.wait, 60)), nothing, nothing))
     threading.Thread(target=pipeline.interrupt).start()
     with pytest.raises(PeerLost, match="was interrupted and did not end"):
         pipeline.drain()
@@ -179,7 +179,7 @@ def test_a_collective_that_cannot_be_interrupted_is_given_up(monkeypatch):
 def test_an_interruption_is_no_matter_to_what_ends_by_itself(monkeypatch):
     monkeypatch.setattr("ringlet.ring.pipeline._PATIENCE_S", 0.1)
     pipeline, ended = Pipeline(nothing), []
-    pipeline.add(Flight(steps_of(nothing), partial(ended.append, 1), nothing))
+    pipeline.add(PipelinedExchange(steps_of(nothing), partial(ended.append, 1), nothing))
     pipeline.drain()
     pipeline.interrupt()
     time.sleep(0.3)  # nothing was under way, so nothing is given up later

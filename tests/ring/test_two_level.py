@@ -12,7 +12,7 @@ from ringlet.ring import PeerLost, ProtocolError, ReduceOp, Topology
 from ringlet.ring.collectives.reduce import allreduce_steps
 from ringlet.ring.collectives.seal import SEAL
 from ringlet.ring.collectives.two_level import HostShard, run, two_level
-from ringlet.ring.pipeline import Flight, Pipeline
+from ringlet.ring.pipeline import Pipeline, PipelinedExchange
 from ringlet.ring.rank_order import even_counts
 from ringlet.ring.transports.hierarchical import HierarchicalCommunicator
 from ringlet.ring.transports.local import run_local
@@ -212,7 +212,7 @@ def pipelined(two, tasks, seed, failing=Int8Codec, overlapping=True):
     results += [None] * len(steps)
     try:
         for each in steps:
-            pipeline.add(Flight(each, lambda: None, lambda *_: None), overlapping)
+            pipeline.add(PipelinedExchange(each, lambda: None, lambda *_: None), overlapping)
         pipeline.drain()
     finally:
         pipeline.stop(lambda: None)
