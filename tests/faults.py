@@ -182,6 +182,7 @@ ROWS = (
         "No code of theirs runs, no memory of ranks is taken for them once these have met, and the "
         "job goes on or says why not.",
         (
+            "ring/test_admission.py",
             "ring/test_gloo_proof.py",
             "ring/test_launch_listener.py",
             "ring/test_launch_pmi.py",
