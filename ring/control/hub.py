@@ -1,13 +1,12 @@
 """Rank 0's end of the control plane over TCP: the hub of a star.
 
-A stranger that cannot prove itself, or takes over 5 s for it, is dropped. Rank 0 writes without
-blocking: what a slow reader leaves in its way waits in a queue of its own.
+A stranger that cannot prove itself, or takes over 5 s for it, is dropped (``Admission``). Rank 0
+writes without blocking: what a slow reader leaves in its way waits in a queue of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import selectors
 import socket
@@ -34,36 +33,27 @@ from ringlet.ring.control.in_process import Inbox, SerialHandler, usable
 from ringlet.ring.control.plane import ControlPlane, Handler
 from ringlet.ring.control.pulse import Pulse
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
+from ringlet.ring.wire.admission import Admission
 from ringlet.ring.wire.framing import Incoming, Outgoing
-from ringlet.ring.wire.handshake import CLAIM, REFUSED, Claim, Keys, Listening
+from ringlet.ring.wire.handshake import Claim, Keys
 
 BACKLOG = 256 << 20  # bytes that may wait for a slow reader before it counts as lost
-PENDING = 64  # strangers at a time; the oldest makes room
-_PAUSE = 0.1  # seconds until it is looked again whether there is a descriptor for who connects
 _LOOK = 0.1  # seconds between two looks whether ranks that have not joined are still there
 
 Severed = Callable[[], list[int]]  # ranks to which other connections have ended
 
 
 class _Peer:
-    """One connection as the hub sees it; ``rank`` is None until it has proved who it is."""
+    """The connection of ``rank``, which has proved who it is, as the hub sees it."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.rank: int | None = None
-        self.claim = b""
-        self.handshake = Listening()
-        self.deadline = time.monotonic() + HANDSHAKE
+    def __init__(self, sock: socket.socket, rank: int, keys: Keys) -> None:
+        self.sock, self.rank = sock, rank
+        self.incoming = Incoming(keys.receiving, KINDS, LIMIT)
+        self.outgoing = Outgoing(keys.sending)
         self.queue = bytearray()
         self.polite = False  # it said goodbye
         self.why: str | None = None  # it is lost, though its connection still stands
         self.writing = False  # the selector watches for room to write
-
-    def begin(self, rank: int, keys: Keys) -> None:
-        """Exchange frames from now on."""
-        self.rank = rank
-        self.incoming = Incoming(keys.receiving, KINDS, LIMIT)
-        self.outgoing = Outgoing(keys.sending)
 
 
 class TcpHub(ControlPlane):
@@ -75,22 +65,20 @@ class TcpHub(ControlPlane):
         self.turns = 0  # calls of receive that have ended
         self.pulse: Pulse | None = None
         self._secret = secret
-        self._listener = listener
+        self._admission = Admission(listener, self._secret_of, size - 1, HANDSHAKE, prepare)
         self._inbox = Inbox()
         self._coordinator = SerialHandler(handler, self._deliver, self._fail)
         self._lock = self._coordinator.lock
-        self._pending: list[_Peer] = []
         self._peers: dict[int, _Peer] = {}
-        self._deaf: float | None = None  # until when (monotonic) there is no descriptor for more
         self._opened = threading.Event()
         self._left_early: tuple[int, str | None] | None = None  # and why
         self._closed = False
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
-        for sock in (listener, self._waker, self._woken):
+        for sock in (self._waker, self._woken):
             sock.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, listener)
+        self._selector.register(self._admission, selectors.EVENT_READ, self._admission)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         live.add(self)
         self._thread = threading.Thread(target=self._run, name="ringlet control", daemon=True)
@@ -163,14 +151,9 @@ class TcpHub(ControlPlane):
     def _run(self) -> None:
         try:
             while not self._closed:
-                times = [peer.deadline for peer in self._pending]
-                if self._deaf is not None:
-                    times.append(self._deaf)
-                soonest = min(times, default=None)
-                self._step(None if soonest is None else max(0.0, soonest - time.monotonic()))
-                self._hear_again()
-                for peer in [p for p in self._pending if p.deadline <= time.monotonic()]:
-                    self._drop(peer)
+                self._step(self._admission.time_left())
+                if not self._admission.closed:
+                    self._admit()
             self._part()
         except Exception as error:
             self._fail(error)
@@ -185,8 +168,8 @@ class TcpHub(ControlPlane):
                 with self._lock:
                     for peer in self._peers.values():
                         self._flush(peer)
-            elif key.data is self._listener:
-                self._accept()
+            elif key.data is self._admission:
+                pass  # it is served after each step
             elif key.data.sock.fileno() >= 0:  # not dropped on behalf of another event
                 if mask & selectors.EVENT_WRITE:
                     with self._lock:
@@ -194,83 +177,37 @@ class TcpHub(ControlPlane):
                 if mask & selectors.EVENT_READ:
                     self._read(key.data)
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:  # it gave up before we came to it, or has no descriptor
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._find_descriptor()
-            return
-        prepare(sock)
-        sock.setblocking(False)
-        peer = _Peer(sock)
-        self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._pending.append(peer)
-        if len(self._pending) > PENDING + self.size:
-            self._drop(self._pending[0])
-        with contextlib.suppress(OSError):
-            sock.send(peer.handshake.greeting)
-
-    def _find_descriptor(self) -> None:
-        """Have the oldest stranger make room, or let nobody in for now: who waits stays ready."""
-        if self._pending:
-            self._drop(self._pending[0])
-        else:
-            self._selector.unregister(self._listener)
-            self._deaf = time.monotonic() + _PAUSE
-
-    def _hear_again(self) -> None:
-        if self._deaf is not None and self._deaf <= time.monotonic():
-            self._deaf = None
-            self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+    def _admit(self) -> None:
+        """Let ranks in; once all of them are there, tell them so, and listen no more."""
+        for each in self._admission.serve():
+            peer = _Peer(each.sock, each.who.rank, each.keys)
+            self._selector.register(peer.sock, selectors.EVENT_READ, peer)
+            with self._lock:
+                self._peers[peer.rank] = peer
+        if len(self._peers) == self.size - 1:
+            with self._lock:
+                for peer in self._peers.values():
+                    self._send(peer, READY)
+            self._stop_listening()
+            self._opened.set()
 
     def _read(self, peer: _Peer) -> None:
         try:
-            if peer.rank is None:
-                data = peer.sock.recv(CLAIM + 1 - len(peer.claim))
-            else:
-                data = peer.sock.recv(1 << 18)
+            data = peer.sock.recv(1 << 18)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
             self._drop(peer)
-        elif peer.rank is None:
-            self._greet(peer, data)
         else:
-            self._take(peer, peer.rank, data)
-
-    def _greet(self, peer: _Peer, data: bytes) -> None:
-        peer.claim += data
-        if len(peer.claim) < CLAIM:
-            return None
-        if len(peer.claim) > CLAIM:
-            return self._drop(peer)
-        try:
-            who, welcome, keys = peer.handshake.answer(peer.claim, self._secret_of)
-        except ProtocolError:
-            with contextlib.suppress(OSError):
-                peer.sock.send(REFUSED)
-            return self._drop(peer)
-        self._pending.remove(peer)
-        peer.begin(who.rank, keys)
-        with self._lock:
-            self._peers[who.rank] = peer
-            self._write(peer, welcome)
-            if len(self._peers) == self.size - 1:
-                for member in self._peers.values():
-                    self._send(member, READY)
-        if len(self._peers) == self.size - 1:
-            self._stop_listening()
-            self._opened.set()
-        return None
+            self._take(peer, data)
 
     def _secret_of(self, who: Claim) -> bytes | None:
         expected = who.size == self.size and 0 < who.rank < who.size and who.rank not in self._peers
         return self._secret if expected else None
 
-    def _take(self, peer: _Peer, rank: int, data: bytes) -> None:
+    def _take(self, peer: _Peer, data: bytes) -> None:
         try:
             frames = [(kind, [*unpack(body)]) for kind, body in peer.incoming.feed(data)]
         except ProtocolError as error:
@@ -278,7 +215,7 @@ class TcpHub(ControlPlane):
             return self._drop(peer)
         for kind, messages in frames:
             for message in messages:
-                self._coordinator.message(rank, message)
+                self._coordinator.message(peer.rank, message)
             if kind == GOODBYE:
                 peer.polite = True
                 return self._drop(peer)
@@ -287,10 +224,6 @@ class TcpHub(ControlPlane):
     def _drop(self, peer: _Peer) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.sock)
-        if peer.rank is None:
-            peer.sock.close()
-            self._pending.remove(peer)
-            return
         with self._lock:
             self._peers.pop(peer.rank, None)
             peer.sock.close()
@@ -307,12 +240,8 @@ class TcpHub(ControlPlane):
         self._opened.set()
 
     def _stop_listening(self) -> None:
-        if self._deaf is None:
-            self._selector.unregister(self._listener)
-        self._deaf = None
-        self._listener.close()
-        for stranger in list(self._pending):
-            self._drop(stranger)
+        self._selector.unregister(self._admission)
+        self._admission.close()
 
     def _part(self) -> None:
         with self._lock:
@@ -374,6 +303,6 @@ class TcpHub(ControlPlane):
             shut(peer.sock)
 
     def _abandon(self) -> None:
-        peers = [peer.sock for peer in [*self._pending, *self._peers.values()]]
-        release([self._listener, self._waker, self._woken, *peers])
+        self._admission.close()
+        release([self._waker, self._woken, *(peer.sock for peer in self._peers.values())])
         self._selector.close()

@@ -26,15 +26,17 @@ from ringlet.ring.control.hub import TcpHub
 from ringlet.ring.control.in_process import Inbox, LocalControl
 from ringlet.ring.control.opening import join, open_control
 from ringlet.ring.transports.local import LocalWorld, run_local
+from ringlet.ring.wire import admission
 from ringlet.ring.wire.framing import Incoming, Outgoing
 from ringlet.ring.wire.handshake import (
-    CLAIM,
     GREETING,
     MAGIC,
     REFUSED,
     Claim,
     Keys,
+    Listening,
     Unwelcome,
+    claim_from,
     connect_as,
 )
 
@@ -324,9 +326,9 @@ def test_rank_0_without_a_handler_fails_on_every_rank():
     ]
 
 
-def greeted(where):
+def greeted(where, source="127.0.0.1"):
     """Connect as a stranger and return the socket with the hub's nonce."""
-    sock = socket.create_connection(where, timeout=WAIT)
+    sock = socket.create_connection(where, timeout=WAIT, source_address=(source, 0))
     greeting = b""
     while len(greeting) < GREETING:
         greeting += sock.recv(GREETING - len(greeting))
@@ -386,6 +388,19 @@ def test_strangers_are_dropped_and_the_service_goes_on(monkeypatch):
             socket.create_connection(where, timeout=WAIT)
         assert handler.lost == []
         two.close()
+
+
+@pytest.mark.parametrize("source", ["127.9.9.9", "127.9.9.{}"], ids=["one address", "many"])
+def test_a_flood_of_silent_strangers_keeps_no_rank_out(source):
+    with star(2, Echo(), ranks=[]) as (_, where, complete):
+        rank, greeting = greeted(where)
+        strangers = [greeted(where, source.format(n + 1))[0] for n in range(100)]
+        claim, welcome, _ = claim_from(greeting, SECRET, Claim(0, 1, 2))
+        rank.sendall(claim)
+        assert rank.recv(len(welcome), socket.MSG_WAITALL) == welcome
+        complete()
+        for sock in (rank, *strangers):
+            sock.close()
 
 
 def prove(sock, rank, size):
@@ -574,13 +589,13 @@ def test_who_has_said_who_it_is_waits_for_the_answer(monkeypatch):
     listener = listen("127.0.0.1")
     again = []
 
-    class Slow(TcpHub):
-        def _greet(self, peer, data):
-            if len(peer.claim + data) >= CLAIM:
-                again.extend(select.select([listener], [], [], 1.0)[0])
-            super()._greet(peer, data)
+    class Slow(Listening):
+        def answer(self, claim, secret_of):
+            again.extend(select.select([listener], [], [], 1.0)[0])
+            return super().answer(claim, secret_of)
 
-    hub = Slow(Echo(), 2, SECRET, listener)
+    monkeypatch.setattr(admission, "Listening", Slow)
+    hub = TcpHub(Echo(), 2, SECRET, listener)
     try:
         one = join(listener.getsockname()[:2], SECRET, 1, 2, WAIT)
         hub.wait_open(WAIT)
