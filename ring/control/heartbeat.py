@@ -17,7 +17,6 @@ Both ends of a connection prove that they know the heartbeats' key, and what fol
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import signal
@@ -27,17 +26,19 @@ import sys
 import time
 from abc import ABC, abstractmethod
 
+from ringlet.ring.descriptors import allow_more
 from ringlet.ring.errors import ProtocolError
+from ringlet.ring.wire.admission import Admission
 from ringlet.ring.wire.framing import Incoming, Outgoing
-from ringlet.ring.wire.handshake import CLAIM, Claim, Keys, Listening, connect_as
+from ringlet.ring.wire.handshake import Claim, Keys, Unwelcome, connect_as
 
 BEAT, GONE, SILENT, BYE = range(4)
 RANK = struct.Struct("<I")  # all that a frame holds
 HANDSHAKE = 5.0  # seconds a stranger has to prove that it belongs to the job
-PENDING = 64  # strangers at a time; the oldest makes room
 LONGEST = 1.0  # seconds between two beats
 LATE = 1.5  # seconds that ranks have to find out that rank 0 has left before they came
-AGAIN = 0.1  # seconds between two attempts to connect
+AGAIN = 0.1  # seconds between two attempts to connect, and
+LATER = 1.0  # between those once the time is up in which that should have been (below LATE)
 # Linux's options TCP_THIN_LINEAR_TIMEOUTS and, since 6.15, TCP_RTO_MAX_MS, with their values here.
 RESENDING = ((16, 1), (44, 1000)) if sys.platform == "linux" else ()
 
@@ -108,16 +109,6 @@ class BeatLink:
         if records:
             self.heard = time.monotonic()
         return records, bool(data)
-
-
-class Stranger:
-    """A connection whose other end has to prove who it is."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.handshake = Listening()
-        self.claim = b""
-        self.deadline = time.monotonic() + HANDSHAKE
 
 
 class Heartbeat(ABC):
@@ -210,13 +201,14 @@ class Hub(Heartbeat):
 
     def __init__(self, given: WatchedRank) -> None:
         super().__init__(given)
-        self.listener = socket.socket(fileno=int(given.where[0]))
-        self.listener.setblocking(False)
-        self.poll.register(self.listener, select.POLLIN)
-        self.strangers: dict[int, Stranger] = {}  # by descriptor
+        allow_more()  # for strangers, who else would leave none
+        listener = socket.socket(fileno=int(given.where[0]))
+        self.admission = Admission(
+            listener, self.secret_of, self.size - 1, HANDSHAKE, resend_steadily
+        )
+        self.poll.register(self.admission, select.POLLIN)
         self.arrived: set[int] = set()
         self.last_word: int | None = None  # that rank 0 has left, or has ended
-        self.deaf = False  # whether nobody is let in until the next beat
 
     def run(self) -> None:
         """Beat and listen; then tell ranks that come late."""
@@ -238,14 +230,8 @@ class Hub(Heartbeat):
 
     def serve(self, ready: set[int]) -> bool:
         """Listen to ranks and strangers."""
-        if self.listener.fileno() in ready:
-            self.accept()
-        for fd in [fd for fd in self.strangers if fd in ready]:
-            if fd in self.strangers:  # once all ranks are there, who else waits is sent away
-                self.greet(self.strangers[fd])
-        now = time.monotonic()
-        for stranger in [s for s in self.strangers.values() if s.deadline < now]:
-            self.send_away(stranger)
+        if not self.admission.closed:
+            self.admit()
         for rank in [r for r, link in self.links.items() if link.sock.fileno() in ready]:
             records, more = self.links[rank].receive()
             kinds = {kind for kind, _ in records}
@@ -261,76 +247,18 @@ class Hub(Heartbeat):
         for link in self.links.values():
             link.send(kind, rank)
 
-    def accept(self) -> None:
-        """Let a stranger in, who has to prove that it belongs to the job."""
-        try:
-            sock, _ = self.listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self.make_room()
-            return
-        sock.setblocking(False)
-        resend_steadily(sock)
-        if len(self.strangers) >= PENDING + self.size:
-            self.send_away(next(iter(self.strangers.values())))
-        stranger = self.strangers[sock.fileno()] = Stranger(sock)
-        self.poll.register(sock, select.POLLIN)
-        with contextlib.suppress(OSError):
-            sock.send(stranger.handshake.greeting)
-
-    def make_room(self) -> None:
-        """Have the oldest stranger go, as there is no descriptor for the next; or wait for one."""
-        if self.strangers:
-            self.send_away(next(iter(self.strangers.values())))
-        else:
-            self.poll.unregister(self.listener)
-            self.deaf = True
-
-    def beat(self) -> None:
-        """Give a sign of life, and look again whether there is a descriptor for who connects."""
-        super().beat()
-        if self.deaf and self.listener.fileno() >= 0:
-            self.poll.register(self.listener, select.POLLIN)
-        self.deaf = False
-
-    def send_away(self, stranger: Stranger) -> None:
-        """Drop a stranger."""
-        self.strangers.pop(stranger.sock.fileno())
-        self.poll.unregister(stranger.sock)
-        stranger.sock.close()
-
-    def greet(self, stranger: Stranger) -> None:
-        """Read what a stranger says of itself."""
-        try:
-            data = stranger.sock.recv(CLAIM - len(stranger.claim))
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        stranger.claim += data
-        if not data:
-            self.send_away(stranger)
-        elif len(stranger.claim) == CLAIM:
-            try:
-                who, welcome, keys = stranger.handshake.answer(stranger.claim, self.secret_of)
-            except ProtocolError:
-                self.send_away(stranger)
-                return
-            rank = who.rank
-            self.strangers.pop(stranger.sock.fileno())
-            self.poll.unregister(stranger.sock)
-            with contextlib.suppress(OSError):
-                stranger.sock.send(welcome)
-            self.join(rank, BeatLink(stranger.sock, keys))
+    def admit(self) -> None:
+        """Let ranks in; once all of them have come, say so, and listen no more."""
+        for each in self.admission.serve():
+            rank = each.who.rank
+            self.join(rank, BeatLink(each.sock, each.keys))
             self.arrived.add(rank)
             if self.last_word is not None:
                 self.links[rank].send(self.last_word, self.rank)
-            if len(self.arrived) == self.size - 1:
-                self.poll.unregister(self.listener)
-                self.listener.close()
-                self.tell("joined")
-                for other in list(self.strangers.values()):
-                    self.send_away(other)
+        if len(self.arrived) == self.size - 1:
+            self.poll.unregister(self.admission)
+            self.admission.close()
+            self.tell("joined")
 
     def secret_of(self, who: Claim) -> bytes | None:
         """Return the key that such a rank has to know; None where none is expected."""
@@ -339,19 +267,25 @@ class Hub(Heartbeat):
 
 
 class Spoke(Heartbeat):
-    """Another rank's, connected to rank 0's."""
+    """Another rank's, connected to rank 0's.
+
+    If it could not connect in time, it goes on trying: else nobody would notice that its rank
+    freezes, as long as the job lasts.
+    """
 
     def __init__(self, given: WatchedRank) -> None:
         super().__init__(given)
         self.where = given.where[0], int(given.where[1])
         self.until = time.monotonic() + given.timeout
-        self.too_late = False
+        self.hopeless = False  # whether trying is no use any more
 
     def run(self) -> None:
         """Connect, then beat and listen."""
         while not (link := self.connect()):
-            over = self.too_late or time.monotonic() > self.until
-            if over or select.select([0], [], [], AGAIN)[0] or os.getppid() != self.parent:
+            pause = AGAIN if time.monotonic() < self.until else LATER
+            if self.hopeless or select.select([0], [], [], pause)[0]:
+                return
+            if os.getppid() != self.parent:
                 return
         self.join(0, link)
         self.tell("joined")
@@ -364,10 +298,13 @@ class Spoke(Heartbeat):
             sock = socket.create_connection(self.where, timeout=HANDSHAKE)
             resend_steadily(sock)
             who, limit = Claim(0, self.rank, self.size), time.monotonic() + HANDSHAKE
-            return BeatLink(sock, connect_as(sock, self.secret, who, limit, self.until))
+            answered = max(limit, self.until)
+            return BeatLink(sock, connect_as(sock, self.secret, who, limit, answered))
         except ConnectionRefusedError:
-            self.too_late = True  # rank 0's listened before anybody was told where
-        except (OSError, ProtocolError):
+            self.hopeless = True  # rank 0's listened before anybody was told where
+        except (OSError, ProtocolError) as error:
+            # Until then it may be somebody else who answers.
+            self.hopeless = isinstance(error, Unwelcome) and time.monotonic() > self.until
             if sock is not None:
                 sock.close()
         return None

@@ -102,13 +102,23 @@ class Pulse:
         self._lose, self._turns, self._interrupt = lose, turns, interrupt
         self._closing = False
         self._joined = threading.Event()
+        self._late = False  # whether it was told that it has not joined yet
         live.add(self)
         self._thread = threading.Thread(target=self._run, name="ringlet pulse", daemon=True)
         self._thread.start()
 
     def wait_joined(self, timeout: float) -> None:
-        """Return once rank 0's heartbeat listens to this one, which may also have failed."""
-        self._joined.wait(timeout)
+        """Return once rank 0's heartbeat listens to this one, which may also have failed.
+
+        Where that takes over ``timeout`` seconds, warn: the heartbeat goes on trying.
+        """
+        if not self._joined.wait(timeout):
+            self._late = True
+            log.warning(
+                "the heartbeat of rank %d has not reached rank 0's in %g s; until it does, which it"
+                " goes on trying, nobody notices if rank %d freezes",
+                self._rank, timeout, self._rank,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Say goodbye, end the heartbeat and the thread. Idempotent; never raises."""
@@ -142,6 +152,8 @@ class Pulse:
             for line in self._process.stdout:
                 word, *rank = line.split()
                 self._joined.set()
+                if word == b"joined" and self._late:
+                    log.info("the heartbeat of rank %d has reached rank 0's now", self._rank)
                 left = left or word == b"bye"
                 if rank:
                     left = left or int(rank[0]) == 0

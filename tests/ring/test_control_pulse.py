@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import resource
@@ -13,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,12 +29,13 @@ from ringlet.ring.control.client import TcpControl
 from ringlet.ring.control.heartbeat import RANK
 from ringlet.ring.control.hub import TcpHub
 from ringlet.ring.control.opening import open_control
-from ringlet.ring.control.pulse import seconds_from
+from ringlet.ring.control.pulse import Pulse, seconds_from
 from ringlet.ring.errors import RingError
 from ringlet.ring.interrupt import watched
 from ringlet.ring.launch import start
 from ringlet.ring.processes.processes import children_of
 from ringlet.ring.transports.local import run_local
+from ringlet.ring.wire import admission
 from ringlet.ring.wire.framing import OVERHEAD
 from ringlet.ring.wire.handshake import CLAIM, GREETING, WELCOME, Claim, claim_from, connect_as
 
@@ -259,6 +262,77 @@ def test_strangers_are_sent_away_and_the_job_goes_on(beats: Start) -> None:
     listener.close()
 
 
+@pytest.mark.parametrize("source", ["127.9.9.9", "127.9.9.{}"], ids=["one address", "many"])
+def test_a_flood_of_silent_strangers_keeps_no_heartbeat_out(source: str) -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen("127.0.0.1"))
+        where = listener.getsockname()[:2]
+        hub = Beats(0, 2, (listener.fileno(),))
+        stack.callback(hub.end)
+        rank = stack.enter_context(socket.create_connection(where))
+        greeting = rank.recv(GREETING, socket.MSG_WAITALL)
+        for number in range(100):
+            own = (source.format(number + 1), 0)
+            stranger = socket.create_connection(where, source_address=own)
+            stack.enter_context(stranger)
+            assert len(stranger.recv(GREETING, socket.MSG_WAITALL)) == GREETING
+        claim, welcome, _ = claim_from(greeting, SECRET, Claim(0, 1, 2))
+        rank.sendall(claim)
+        assert rank.recv(WELCOME, socket.MSG_WAITALL) == welcome
+        assert hub.hear() == "joined"
+
+
+def test_a_heartbeat_that_cannot_join_in_time_joins_later() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen("127.0.0.1"))
+        rank = Beats(1, 2, listener.getsockname()[:2], timeout=0.1)
+        stack.callback(rank.end)
+        listener.settimeout(10.0)
+        began, tries = time.monotonic(), 0
+        while tries < 3 or time.monotonic() < began + 0.5:
+            listener.accept()[0].close()
+            tries += 1
+        hub = Beats(0, 2, (listener.fileno(),))
+        stack.callback(hub.end)
+        joined([rank, hub])
+        os.kill(rank.process.pid, signal.SIGSTOP)
+        assert hub.hear() == "silent 1"
+
+
+def test_a_heartbeat_that_still_tries_to_join_ends_when_its_rank_leaves() -> None:
+    with listen("127.0.0.1") as listener:
+        rank = Beats(1, 2, listener.getsockname()[:2], timeout=0.0)
+        listener.accept()[0].close()
+        rank.say(b"bye")
+        assert rank.process.wait(WAIT) == 0
+        rank.end()
+
+
+def test_it_is_told_that_a_heartbeat_has_not_joined_in_time_and_when_it_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "ringlet")
+    code = "import sys; input(); print('joined', flush=True); sys.stdin.read(3)"
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    )
+    pulse = Pulse(process, 1, 1.0, lambda *_: None, lambda: 0, None)
+    pulse.wait_joined(0.05)
+    (told,) = caplog.messages
+    assert "the heartbeat of rank 1 has not reached rank 0's in 0.05 s" in told
+    assert "goes on trying" in told
+    assert process.stdin is not None
+    process.stdin.write(b"now\n")
+    limit = time.monotonic() + WAIT
+    while len(caplog.messages) < 2 and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert caplog.messages[1:] == ["the heartbeat of rank 1 has reached rank 0's now"]
+    pulse.close()
+
+
 def test_ranks_get_in_though_strangers_have_taken_all_descriptors(beats: Start) -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(listen("127.0.0.1"))
@@ -275,19 +349,27 @@ def test_ranks_get_in_though_strangers_have_taken_all_descriptors(beats: Start) 
         assert hub.hear() == "joined"
 
 
-def test_without_a_descriptor_a_heartbeat_waits_for_the_next_beat() -> None:
+def test_without_a_descriptor_a_heartbeat_waits_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
     with listen("127.0.0.1") as listener, socket.create_connection(listener.getsockname()[:2]):
         line = f"0 2 {os.getppid()} 5 {SECRET.hex()} {WAIT} {os.dup(listener.fileno())}"
         hub = heartbeat.Hub(heartbeat.WatchedRank(line))
-        with hub.listener, pytest.MonkeyPatch.context() as patch:
+
+        def short() -> tuple[socket.socket, str]:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(admission, "PAUSE", 0.05)
+        door, own = hub.admission.fileno(), hub.admission._listener
+        with closing(hub.admission):
             hub.poll.unregister(0)
-            door = hub.listener.fileno()
             assert [fd for fd, _ in hub.poll.poll(1e3 * WAIT)] == [door]
-            patch.setattr(heartbeat.Hub, "accept", lambda self: self.make_room())
-            hub.serve({door})
+            with monkeypatch.context() as patch:
+                without = SimpleNamespace(accept=short, fileno=own.fileno)
+                patch.setattr(hub.admission, "_listener", without)
+                hub.serve({door})
             assert hub.poll.poll(0) == []  # it would be asked again and again
-            hub.beat()
-            assert [fd for fd, _ in hub.poll.poll(0)] == [door]
+            time.sleep(0.06)
+            hub.serve(set())
+            assert len(hub.admission) == 1  # who waited is in
         if hub.ended >= 0:
             os.close(hub.ended)
 
