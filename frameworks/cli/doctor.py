@@ -328,7 +328,8 @@ def _verdict(
     if share < 1:
         print(
             f"Ranks share hosts: with --hierarchical-allreduce {share:.2g} times as many bytes of"
-            f" {chosen!r} leave one\n(docs/which-collective.md). That is not counted above."
+            f" {chosen!r} leave one,\nwhich pays where links are slow, and costs time inside hosts"
+            " (docs/when-it-pays.md). That is not counted above."
         )
 
 
