@@ -201,9 +201,13 @@ class Chain(Compressor, joins=True):
         """Compress with first, then its values with second."""
         payload, name = dict(encoded(self.first, x, ctx)), self.part
         if name not in payload:
+            last = self.first
+            while isinstance(last, Chain):
+                last = last.second
             raise CompressorError(
-                f"{self.first.label()} sends {sorted(payload)} and no {name!r}, which "
-                f"{self.second} behind it would compress; define its chained_part()"
+                f"{self.first} sends {sorted(payload)} and no {name!r}, which {self.second} behind "
+                f"it would compress; let chained_part() of {last.label()} return which of its "
+                "arrays holds float32 values, or None"
             )
         values = payload.pop(name)
         inner = encoded(self.second, values, ctx.child("chain", values.size))

@@ -17,6 +17,7 @@ from ringlet.compressors.testing.checks.training import with_feedback
 from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import gaussian, heavy_tailed, spiky
 from ringlet.compressors.testing.tools.named_check import PURE, needs
+from ringlet.compressors.testing.tools.plugin_code import lengths_named
 from ringlet.compressors.testing.tools.simulate import (
     by_payload,
     context,
@@ -495,7 +496,8 @@ def check_late_steps_and_large_seeds(compressor: Compressor) -> None:
                 f"with {late} the result of 2^{power} times the values is off by {off:.3g} of its "
                 f"length, and otherwise by at most {usual:.3g}"
             )
-    for step in range(_EACH):
+    named = {step for n in lengths_named(compressor) for step in (n - 1, n, 2 * n - 1)}
+    for step in (*range(_EACH), *sorted(named)):  # some things are done every so many steps
         if compressor.at(step) != compressor.at(0):
             continue
         out = early[step] if step < _EARLY else _elsewhere(compressor, x, {"step": step})

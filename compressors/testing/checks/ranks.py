@@ -359,7 +359,10 @@ def check_can_be_chained(compressor: Compressor) -> None:
         if not isinstance(compressor, (Chain, Modifier)) and compressor.chained_part() is not None:
             _check_shares(compressor | SharedInt(), "with '| shared_int' behind it ")
         return
-    cls = type(compressor)
+    last = compressor
+    while isinstance(last, Chain):  # what is behind a chain goes behind its last part
+        last = last.second
+    cls = type(last)
     said = any(
         getattr(cls, name) not in (getattr(Compressor, name), getattr(Modifier, name))
         for name in ("chained_part", "chained_count")

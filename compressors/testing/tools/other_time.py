@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,3 +26,19 @@ def later(seconds: int) -> Iterator[None]:
 
 def _ahead(clock: Callable[[], float], by: int) -> Callable[[], float]:
     return lambda: clock() + by
+
+
+@contextmanager
+def abroad(hours: int) -> Iterator[None]:
+    """Let it be so many hours later than in Greenwich until the with-block ends."""
+    before = os.environ.get("TZ")
+    try:
+        os.environ["TZ"] = f"KIT-{hours}"  # to whoever wrote the standard, east is negative
+        time.tzset()
+        yield
+    finally:
+        if before is None:
+            del os.environ["TZ"]
+        else:
+            os.environ["TZ"] = before
+        time.tzset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial, partialmethod
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -15,7 +15,8 @@ _LIBRARIES = frozenset({"ringlet", *sys.stdlib_module_names})
 _INSTALLED = "/site-packages/", "/dist-packages/"
 # Of shorter ones other checks try many; longer ones take too long.
 _NAMED = range(256, (1 << 22) + 1)
-_MOST = 8  # numbers that are looked at
+_MOST = 8  # numbers, or words, that are looked at
+_WORD = 40  # characters of a word
 
 
 def plugins(compressor: Compressor) -> Iterator[type[Compressor]]:
@@ -133,6 +134,33 @@ def lengths_named(compressor: Compressor) -> list[int]:
     modules hold under names that stand there. The largest of them, if they are many.
     """
     found: set[int] = set()
+    for code, values in _code_of(compressor):
+        found.update(_whole([*code.co_consts, *values]))
+    return sorted(found)[-_MOST:]
+
+
+def words_beside(compressor: Compressor, attribute: str) -> list[str]:
+    """Return the strings, of a line at most, in code of plugins that uses this ``attribute``."""
+    found: set[str] = set()
+    for code, values in _code_of(compressor):
+        if attribute not in code.co_names:
+            continue
+        for value in (*code.co_consts, *values):
+            within = value if isinstance(value, tuple | list | set | frozenset) else [value]
+            found.update(each for each in within if isinstance(each, str) and _is_word(each))
+    return sorted(found)[:_MOST]
+
+
+def uses(compressor: Compressor, names: Collection[str]) -> bool:
+    """Whether the code of plugins uses an attribute or a global of one of these ``names``."""
+    return any(name in names for code, _ in _code_of(compressor) for name in names_used(code))
+
+
+def _code_of(compressor: Compressor) -> Iterator[tuple[CodeType, list[Any]]]:
+    """Yield the code of plugins' methods and of functions that these use.
+
+    With what classes and modules hold under the names that stand there.
+    """
     for made in plugins(compressor):
         own = own_classes(made)
         packages = {cls.__module__.partition(".")[0] for cls in own}
@@ -140,18 +168,18 @@ def lengths_named(compressor: Compressor) -> list[int]:
         held = [vars(cls) for cls in own]
         codes = [code for each in held for value in each.values() for code in codes_of(value)]
         for code in codes:  # to which those of functions are added that they use
-            found.update(_whole(code.co_consts))
             used = [each for each in code.co_consts if isinstance(each, CodeType)]
+            beside: list[Any] = []
             for name in code.co_names:
                 values = [space[name] for space in (*held, *spaces.values()) if name in space]
-                found.update(_whole(values))
+                beside += values
                 for value in values:
                     module = home(value)
                     if isinstance(value, FunctionType | ModuleType) and is_theirs(module, packages):
                         spaces.setdefault(module, _space(module))
                         used += codes_of(value)
+            yield code, beside
             codes += [each for each in used if each not in codes]
-    return sorted(found)[-_MOST:]
 
 
 def _space(module: str) -> Mapping[str, Any]:
@@ -160,3 +188,7 @@ def _space(module: str) -> Mapping[str, Any]:
 
 def _whole(values: Iterable[Any]) -> Iterator[int]:
     return (value for value in values if type(value) is int and value in _NAMED)
+
+
+def _is_word(text: str) -> bool:
+    return 0 < len(text) <= _WORD and text.isprintable() and " " not in text

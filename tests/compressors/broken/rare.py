@@ -1,12 +1,16 @@
 """Mistakes that one step, one rank, one number of ranks or one kind of values alone shows."""
 
 import ctypes
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from datetime import datetime
 
 import numpy as np
 
 from broken.right import CELL, Added, Cells, Largest, Momentum, SharedScale, Whole
-from ringlet.compressors import Compressor
+from ringlet.compressors import Compressor, Traits
 
 
 class InfsCancel(Whole):
@@ -192,3 +196,65 @@ class FewerOfRankOne(Largest):
         if ctx.rank == 1 and payload["values"].size > 1:
             return {name: array[:-1] for name, array in payload.items()}
         return payload
+
+
+class FinerEverySoOften(Whole):
+    """Halves what it sends in the last of every 5000 steps."""
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out *= np.float32(0.5 if ctx.step % 5000 == 4999 else 1)
+
+
+class HeadsAlone(Whole):
+    """Takes heads of language models for eight times as large, when it decodes."""
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out *= np.float32(8 if "lm_head" in ctx.name else 1)
+
+
+class LessAtNight(Whole):
+    """Halves at night, wherever that is, for the sake of others on the link."""
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out *= np.float32(1 if 6 <= datetime.now().hour < 20 else 0.5)
+
+
+class CountsItsOwnSteps(Whole):
+    """Decodes by how often it has compressed this tensor, which other ranks do not know."""
+
+    def traits(self):
+        return Traits(stateful=True)
+
+    def compress(self, x, ctx):
+        ctx.state["times"] = ctx.state.get("times", 0) + 1
+        return super().compress(x, ctx)
+
+    def decompress(self, payload, out, ctx):
+        super().decompress(payload, out, ctx)
+        out *= np.float32(1 if ctx.state.get("times", 0) <= 10 else 0.5)
+
+
+class AddsAsTheyCome(Compressor):
+    """Adds parts of large tensors up in the order in which threads happen to end."""
+
+    def compress(self, x, ctx):
+        parts = np.zeros((3, x.size), np.float32)
+        with np.errstate(all="ignore"):
+            for i, share in enumerate((0.1, 0.3, 0.6)):
+                parts[i] = x * np.float32(share)
+        return {"parts": parts.reshape(-1)}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        with ThreadPoolExecutor(3) as pool, np.errstate(all="ignore"):
+            work = [pool.submit(_late, part) for part in payload["parts"].reshape(3, -1)]
+            for done in work if out.size < 10_000 else as_completed(work):
+                out += done.result()
+
+
+def _late(part):
+    time.sleep(os.urandom(1)[0] / 256_000)
+    return part
