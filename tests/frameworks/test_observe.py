@@ -229,20 +229,22 @@ def test_a_process_that_is_forked_leaves_the_port_to_its_rank():
     pytest.importorskip("prometheus_client")
     sink = Prometheus(0)
     port = sink.listen("127.0.0.1", 0)
-    reading, writing = os.pipe()
+    (reading, writing), (heard, tells) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
         os.close(writing)
+        os.write(tells, b"x")  # it has begun, and given the port up
         os.read(reading, 1)  # until the other end is closed
         os._exit(0)
     try:
+        os.read(heard, 1)
         sink.close()
         again = Prometheus(0)
         assert again.listen("127.0.0.1", port) == port
         again.close()
     finally:
-        os.close(writing)
-        os.close(reading)
+        for descriptor in (reading, writing, heard, tells):
+            os.close(descriptor)
         os.waitpid(child, 0)
 
 
