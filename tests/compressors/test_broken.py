@@ -528,6 +528,7 @@ CAUGHT = {
         "ExpectsNamedArrays": "memory_moves_to_other_ranks",
         "UnitsOfNothing": "gradient_units",
         "SquaresInUnits": "gradient_units",
+        "LosesItsCount": "memory_moves_to_other_ranks",
         "ConsolidatesNothing": "memory_moves_to_other_ranks",
         "KeepsByRank": "memory_moves_to_other_ranks",
         "KeepsBySize": "memory_moves_to_other_ranks",
@@ -851,6 +852,7 @@ SAYS = {
     ("moved", "KeepsBySize"): ("goes on as rank 1 of 2", "ctx.size in a name"),
     ("wire", "CallsThemPlaces"): ("define chained_count(payload, n) by payload['places']",),
     ("moved", "ConsolidatesNothing"): ("returns no 'average'",),
+    ("moved", "LosesItsCount"): ("ctx.state['count'] is dropped", "return {}"),
     ("with_torch", "TurnsGradientsOff"): ("what torch.set_grad_enabled() sets",),
 }
 BASES = {

@@ -43,6 +43,8 @@ _OUTLIER, _SMALL = 100.0, 0.01  # one value, and about how large the others are
 _TAIL = 16  # elements at the end, for which another check looks
 _TURNS = 1000  # steps in which each of 64 elements is sent, if one is in every step
 _COUNTED = (10, 110, 210)  # steps between which what grows now and then, by its own count, grows
+_AGED, _AGED_SHAPE = 64, (8, 10)  # steps after which a part of what is remembered is handed on
+_GOES_ON, _LOUDER = 8, 2.5  # steps that follow, in which nothing may be so many times as long
 _MOVED = 12  # steps in which something of what is remembered is sent, though gradients are zeros
 
 
@@ -172,7 +174,8 @@ def check_memory_moves_to_other_ranks(compressor: Compressor) -> None:
 
     Return new arrays from consolidate(states), as long as those it was given, or leave the mean to
     the base class; a state may be empty. regrouped(state) returns what of one state is still right
-    beside ranks that remember nothing: not what all have in common. Have neither ctx.rank nor
+    beside ranks that remember nothing: not what all have in common. What gradient_units does not
+    name is dropped: what stays has to make sense without it. Have neither ctx.rank nor
     ctx.size in a name in ctx.state, both of which change.
     """
     ctx = Context(shape=(40, 50), numel=2000, size=2)
@@ -224,6 +227,7 @@ def check_memory_moves_to_other_ranks(compressor: Compressor) -> None:
         assert np.isfinite(out).all(), f"with what {what} returned the result is NaN or Inf"
     _check_nobody_is_left_out(compressor, states)
     _check_comes_out_elsewhere(compressor, states[0])
+    _check_part_makes_sense(compressor)
     apart = [copy.deepcopy(compressor.regrouped(copy.deepcopy(states[0]))), State()]
     one, other = simulate(compressor, gradients, apart, 2, shape=(40, 50))
     assert same(one, other), (
@@ -280,6 +284,53 @@ def _check_comes_out_elsewhere(compressor: Compressor, state: State) -> None:
         "nothing of it where that rank goes on as rank 1 of 2: what it is found by in ctx.state is "
         "the old ctx.rank or ctx.size"
     )
+
+
+def _check_part_makes_sense(compressor: Compressor) -> None:
+    """Raise AssertionError where what is left of a memory gives more than all of it, and than none.
+
+    An average that goes on without the count of its steps, say, which it is to be divided by.
+    """
+    x = gaussian(int(np.prod(_AGED_SHAPE)), 1)
+    states: list[State] = [{}, {}]
+    for step in range(2):
+        simulate(compressor, [x, x], states, step, shape=_AGED_SHAPE)
+    if not _dropped(compressor.consolidate(copy.deepcopy(states)), states[0]) and not _dropped(
+        compressor.regrouped(copy.deepcopy(states[0])), states[0]
+    ):
+        return
+    for step in range(2, _AGED):
+        simulate(compressor, [x, x], states, step, shape=_AGED_SHAPE)
+    together = compressor.consolidate(copy.deepcopy(states))
+    apart = [compressor.regrouped(state) for state in copy.deepcopy(states)]
+    most = max(_longest(compressor, x, held) for held in (states, [State(), State()]))
+    for what, held in (
+        ("consolidate()", [together, copy.deepcopy(together)]),
+        ("regrouped()", apart),
+    ):
+        dropped = _dropped(held[0], states[0])
+        if not dropped:
+            continue
+        times = _longest(compressor, x, held) / (most or 1.0)
+        assert times <= _LOUDER, (
+            f"after {_AGED} equal gradients what {what} returned makes the result {times:.3g} "
+            f"times as long as the whole memory does, or none: {', '.join(dropped)} is dropped, "
+            "and the rest stays. Name it in gradient_units if it is in those units; or return it "
+            f"from {what} too; or drop all of it together, and return {{}}"
+        )
+
+
+def _dropped(found: State, state: State) -> list[str]:
+    """Return what of ``state`` is not in ``found``, if something of it is."""
+    names, left = described(state), described(found)
+    return [f"ctx.state[{name!r}]" for name in names if name not in left] if left else []
+
+
+def _longest(compressor: Compressor, x: Array, states: list[State]) -> float:
+    """Return the length of the longest result of some more steps."""
+    held, steps = copy.deepcopy(states), range(_AGED, _AGED + _GOES_ON)
+    outs = (simulate(compressor, [x, x], held, step, shape=_AGED_SHAPE)[0] for step in steps)
+    return max(float(np.linalg.norm(out.astype(np.float64))) for out in outs)
 
 
 def _shares(a: Any, b: Any) -> bool:

@@ -268,3 +268,16 @@ class KeepsBySize(KeepsByRank):
 
     def number(self, ctx):
         return ctx.size
+
+
+class LosesItsCount(Momentum):
+    """Divides an average by what its first steps lack, and counts them where nothing is kept."""
+
+    def compress(self, x, ctx):
+        average, count = remembered("average", x.size, ctx), int(ctx.state.get("count", 0)) + 1
+        with np.errstate(invalid="ignore", over="ignore"):
+            new = average + (x - average) * np.float32(1 / 64)
+            values = new / np.float32(1 - (63 / 64) ** min(count, 3000))
+        if np.isfinite(values).all():
+            average[:], ctx.state["count"] = new, count
+        return {"values": values}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ringlet.compressors import Compressor, Context, Part, Round, Traits, option
+from ringlet.compressors import Compressor, Context, Part, Round, Traits, option, remembered
 from ringlet.compressors.base.batched import Batched, BatchedRounds, RoundOfMany
 
 CELL = 64
@@ -1380,3 +1380,23 @@ class Subspace(Compressor):
             out[:] = (basis @ mean).reshape(-1)
             if local is not None:
                 local[:] = (basis @ own).reshape(-1)
+
+
+class CountsAlong(Momentum):
+    """Divides an average by what its first steps lack, and hands the count of them on."""
+
+    def compress(self, x, ctx):
+        average, count = remembered("average", x.size, ctx), int(ctx.state.get("count", 0)) + 1
+        with np.errstate(invalid="ignore", over="ignore"):
+            new = average + (x - average) * np.float32(1 / 64)
+            values = new / np.float32(1 - (63 / 64) ** min(count, 3000))
+        if np.isfinite(values).all():
+            average[:], ctx.state["count"] = new, count
+        return {"values": values}
+
+    def consolidate(self, states):
+        counts = [state["count"] for state in states if "count" in state]
+        return super().consolidate(states) | ({"count": max(counts)} if counts else {})
+
+    def regrouped(self, state):
+        return {name: state[name] for name in ("average", "count") if name in state}
