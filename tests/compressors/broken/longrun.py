@@ -81,6 +81,13 @@ class FeedsBackTwice(FeedsBack):
         return p - sent + kept
 
 
+class CutsItsMemoryShort(FeedsBack):
+    """Keeps the upper 16 bits of what it did not send, as bfloat16 has, and rounds nothing."""
+
+    def left(self, x, kept, p, sent):
+        return ((p - sent).view("uint32") & np.uint32(0xFFFF0000)).view("float32")
+
+
 class TakesOutTooLittle(FeedsBack):
     """Takes nine tenths of what was sent out of what it keeps."""
 

@@ -1400,3 +1400,22 @@ class CountsAlong(Momentum):
 
     def regrouped(self, state):
         return {name: state[name] for name in ("average", "count") if name in state}
+
+
+class RoundsItsMemory(Largest):
+    """Error feedback that keeps the upper 16 bits, to the nearest: what is lost has both signs."""
+
+    def traits(self):
+        return Traits(stateful=True, gradient_units=("kept",))
+
+    def compress(self, x, ctx):
+        kept = remembered("kept", x.size, ctx)
+        with np.errstate(invalid="ignore", over="ignore"):
+            p = x + kept
+        payload = super().compress(p, ctx)
+        if np.isfinite(p).all():
+            p[payload["indices"]] = 0
+            bits = p.view("uint32").astype("uint64")
+            bits += 0x7FFF + (bits >> 16 & 1)
+            kept[:] = (bits & 0xFFFF0000).astype("uint32").view("float32")
+        return payload
