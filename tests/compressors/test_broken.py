@@ -49,6 +49,7 @@ CAUGHT = {
         "CutsThousandthOff": "unbiased",
         "CutsWhereItContracts": "contraction",
         "HalvesPayloadsAlone": "modifier_keeps_promises",
+        "LeavesSmallOnesOut": "unbiased",
     },
     "wire": {
         "CountsToTheNearest": "can_be_chained",
@@ -848,6 +849,7 @@ SAYS = {
     ("sizes", "AddsUpDifferences"): ("errors add up",),
     ("claims", "CutsThousandthOff"): ("come out as 0.00391", "the largest magnitude"),
     ("claims", "CutsWhereItContracts"): ("32 spikes of 1 in 131072 values", "at most 0.5"),
+    ("claims", "LeavesSmallOnesOut"): ("among others of 1 come out as 0 of", "no small values"),
     ("claims", "CompandsSums"): ("behind 'none'", 'combine="gather"'),
     ("ported", "PartOfItsOwn"): ("of rank 0 of 3", "(ctx.rank + ctx.step) %"),
     ("wire", "CountsValuesThatAreGone"): ("looks for payload['values']", "given ['mask'] alone"),

@@ -39,6 +39,9 @@ _SEVERAL = 24  # values whose order tells something
 _POWERS = (-50, -80, -100, 60)  # below 2^-119 a 127th of a value is no normal number any more
 _OFTEN = 25  # draws in which an element is there that is drawn as often as others
 _MANY, _SUMS = 1 << 18, 20  # elements whose errors are added up, and how often
+# Every second of so many elements is 2^-8, every fourth 2^-5; how often they are drawn; so many
+# small ones at least would have come if their chance went by their square: as 2^-5's do, over 64.
+_MIXED, _SQUARED, _WOULD_COME = 1 << 14, 64, 12
 _SPIKED = 1024
 _LONG_SPIKED, _FAR_BELOW, _FEW_LONG = 1 << 17, (3, 5, 8, 10, 13), 3
 # Spikes that are fewer than a thousandth, which some cut off, and draws of all that may be seen.
@@ -225,6 +228,7 @@ def check_unbiased(compressor: Compressor) -> None:
             "drawn"
         )
     _check_sums(compressor)
+    _check_small_ones(compressor)
 
 
 def _few_spikes() -> tuple[str, Array]:
@@ -287,6 +291,24 @@ def _check_sums(compressor: Compressor) -> None:
             f"errors of {_MANY} elements add up to {mean:.4g}{which} in the mean of {_SUMS} draws, "
             f"luck explains {luck:.3g}: it is biased, by a little in every element"
         )
+
+
+def _check_small_ones(compressor: Compressor) -> None:
+    """Raise AssertionError where small values beside large ones come out otherwise in the mean."""
+    x = np.ones(_MIXED, np.float32)
+    x[1::2], x[2::4] = 2.0**-8, 2.0**-5
+    draws = [_draw(compressor, x, step) for step in range(_SUMS)]
+    came, middle = (sum(np.count_nonzero(d[k]) for d in draws) for k in (np.s_[1::2], np.s_[2::4]))
+    if came < _OFTEN and 2 * middle / _SQUARED < _WOULD_COME:
+        return  # of what hardly ever comes the mean may be anything
+    total = float(x[1::2].sum(dtype=np.float64))
+    found = [float((d[1::2].astype(np.float64) - x[1::2]).sum()) for d in draws]
+    luck, mean = float(np.std(found, ddof=1)) / _SUMS**0.5, float(np.mean(found))
+    assert abs(mean) <= 6 * luck + 1e-5 * total, (
+        f"values of 2^-8 among others of 1 come out as {1 + mean / total:.3g} of what they are in "
+        f"the mean of {_SUMS} draws, luck explains {luck / total:.2g}: it is biased; leave out no "
+        "small values, and give each of them a chance to come, however small that is"
+    )
 
 
 @needs(*PURE, "points_the_same_way", "extreme_values")

@@ -410,3 +410,28 @@ class HalvesPayloadsAlone(Modifier):
 
     def exchange(self, x, out, ctx, local=None):
         yield from self.wrapped_compressor.exchange(x * np.float32(2), out, ctx, local)
+
+
+class LeavesSmallOnesOut(Compressor):
+    """Draws entries by their magnitude, and never one whose chance is below a thousandth."""
+
+    least = 1e-3
+
+    def traits(self):
+        return Traits(omega=20.0)
+
+    def compress(self, x, ctx):
+        xp = ctx.xp
+        size = xp.abs(x).astype("float64")
+        unit = size.sum() / max(0.05 * x.size, 1e-9)
+        chance = size / unit if unit > 0 else xp.zeros(x.size)
+        chance = xp.where(chance < self.least, 0, chance)
+        places = xp.flatnonzero(~(ctx.uniform(x.size) >= chance) | ~xp.isfinite(x))
+        values = x[places]
+        drawn = (chance[places] < 1) & xp.isfinite(values)
+        values = xp.where(drawn, xp.sign(values) * unit, values).astype("float32")
+        return {"indices": places.astype("int32"), "values": values}
+
+    def decompress(self, payload, out, ctx):
+        out[:] = 0
+        out[payload["indices"]] = payload["values"]
