@@ -50,6 +50,7 @@ CAUGHT = {
         "CutsWhereItContracts": "contraction",
         "HalvesPayloadsAlone": "modifier_keeps_promises",
         "LeavesSmallOnesOut": "unbiased",
+        "NothingFarBelowTheLargest": "granularity",
     },
     "wire": {
         "CountsToTheNearest": "can_be_chained",
@@ -850,6 +851,7 @@ SAYS = {
     ("claims", "CutsThousandthOff"): ("come out as 0.00391", "the largest magnitude"),
     ("claims", "CutsWhereItContracts"): ("32 spikes of 1 in 131072 values", "at most 0.5"),
     ("claims", "LeavesSmallOnesOut"): ("among others of 1 come out as 0 of", "no small values"),
+    ("claims", "NothingFarBelowTheLargest"): ("2^-12 times as large", "which a piece does not"),
     ("claims", "CompandsSums"): ("behind 'none'", 'combine="gather"'),
     ("ported", "PartOfItsOwn"): ("of rank 0 of 3", "(ctx.rank + ctx.step) %"),
     ("wire", "CountsValuesThatAreGone"): ("looks for payload['values']", "given ['mask'] alone"),

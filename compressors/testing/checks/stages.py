@@ -19,6 +19,11 @@ from ringlet.compressors.testing.tools.simulate import by_payload, context, deco
 _STEPS = 8
 _N = 1500
 _SCRATCH = 1 << 22  # bytes: more than a piece takes, and less than what lies before it
+_SMALLER = -12  # the power of two by which each cell is smaller than the one before
+_FAR_APART = (
+    f", where each cell is 2^{_SMALLER} times as large as the one before: leave nothing out "
+    "because it is small beside the largest value of x, which a piece does not know"
+)
 _FAR = 1 << 16  # an offset beyond what 16 bits count
 _WHOLE = 1 << 20  # elements of a tensor that is cut into short pieces
 _GRADIENTS, _COMMON = 16, 4.0  # what is always rounded down adds up to 12 times
@@ -42,9 +47,11 @@ def check_granularity(compressor: Compressor) -> None:
     granule = compressor.traits().granularity
     if granule is None or not by_payload(compressor):
         return
-    for n in (0, 1, granule, 3 * granule + 1, 5 * granule, 2000):
-        # The next cell is a quarter as large: what looks at its neighbours would see it.
-        x = np.ldexp(heavy_tailed(n, n), -2 * (np.arange(n) // granule % 4))
+    # The next cell is a quarter as large: what looks at its neighbours would see it. Where cells
+    # become ever smaller, so does what is left out because there is something larger elsewhere.
+    quarters = [(n, -2, 4) for n in (0, 1, granule, 3 * granule + 1, 5 * granule, 2000)]
+    for n, power, period in (*quarters, (5 * granule, _SMALLER, 5)):
+        x = np.ldexp(heavy_tailed(n, n), power * (np.arange(n) // granule % period))
         # A piece is told the shape of the whole tensor, which may have any number of dimensions.
         shape = (40, 50) if n == 2000 else (n,)
         at = _piece(shape, 0)
@@ -59,6 +66,7 @@ def check_granularity(compressor: Compressor) -> None:
                 pieces.append(decode(compressor, payload, stop - start, _piece(shape, start)))
             assert same(np.concatenate(pieces), whole), (
                 f"{n} elements cut at {cut} decode to something else than the whole"
+                + _FAR_APART * (power == _SMALLER)
             )
     _check_pieces_of_a_large_one(compressor, granule)
     if not compressor.traits().stateful:  # what is remembered is as long as the tensor

@@ -435,3 +435,14 @@ class LeavesSmallOnesOut(Compressor):
     def decompress(self, payload, out, ctx):
         out[:] = 0
         out[payload["indices"]] = payload["values"]
+
+
+class NothingFarBelowTheLargest(Cells):
+    """Cells with a scale each, but those far below the largest value of this piece are zeros."""
+
+    def compress(self, x, ctx):
+        payload = super().compress(x, ctx)
+        steps = payload["steps"]
+        with np.errstate(invalid="ignore"):
+            far = steps < steps.max(initial=0) * np.float32(2.0**-12)
+        return payload | {"steps": np.where(far, np.float32(0), steps)}
