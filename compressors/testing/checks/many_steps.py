@@ -43,7 +43,7 @@ _OUTLIER, _SMALL = 100.0, 0.01  # one value, and about how large the others are
 _TAIL = 16  # elements at the end, for which another check looks
 _TURNS = 1000  # steps in which each of 64 elements is sent, if one is in every step
 _COUNTED = (10, 110, 210)  # steps between which what grows now and then, by its own count, grows
-_AGED, _AGED_SHAPE = 64, (8, 10)  # steps after which a part of what is remembered is handed on
+_AGED, _AGED_SHAPE = 32, (8, 10)  # steps after which a part of what is remembered is handed on
 _GOES_ON, _LOUDER = 8, 2.5  # steps that follow, in which nothing may be so many times as long
 _MOVED = 12  # steps in which something of what is remembered is sent, though gradients are zeros
 
