@@ -133,6 +133,15 @@ class World:
         self.waiting.append((end, (address, 1)))
         return end
 
+    def join_during(self, kind: str, strangers: int, trip: float) -> list[int]:
+        """Let all ranks answer after ``trip`` seconds of strangers; return who was let in."""
+        ends = {rank: self.come(HOST) for rank in range(1, SIZE)}
+        self.serve()
+        self.flood(kind, strangers, trip)
+        for rank, end in ends.items():
+            claim(end, rank)
+        return sorted(self.serve())
+
     def serve(self) -> list[int]:
         """Serve until nothing is left to do; return the ranks that were let in."""
         ranks = []
@@ -182,12 +191,7 @@ def test_a_flood_from_elsewhere_keeps_no_rank_out_however_slow_it_is(
     with pytest.MonkeyPatch.context() as patch:
         world = World(patch)
         world.flood(kind, 2 * ROOM, 1.0)
-        ends = {rank: world.come(HOST) for rank in range(1, SIZE)}
-        world.serve()
-        world.flood(kind, strangers, trip)
-        for rank, end in ends.items():
-            claim(end, rank)
-        assert sorted(world.serve()) == list(ends)
+        assert world.join_during(kind, strangers, trip) == list(range(1, SIZE))
 
 
 @settings(max_examples=60, deadline=None)
@@ -199,12 +203,7 @@ def test_where_there_is_room_for_a_second_of_a_flood_no_rank_is_sent_away(
     with pytest.MonkeyPatch.context() as patch:
         world = World(patch)
         world.flood(kind, 4 * rate, 4.0)
-        ends = {rank: world.come(HOST) for rank in range(1, SIZE)}
-        world.serve()
-        world.flood(kind, int(rate * trip), trip)
-        for rank, end in ends.items():
-            claim(end, rank)
-        assert sorted(world.serve()) == list(ends)
+        assert world.join_during(kind, int(rate * trip), trip) == list(range(1, SIZE))
 
 
 @pytest.mark.parametrize("seed", range(3))

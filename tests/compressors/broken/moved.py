@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from broken.right import Largest, Momentum, SharedScale, Signs
+from broken.right import CountsAlong, Largest, Momentum, SharedScale, Signs
 from ringlet.compressors import Compressor, Round, Traits, remembered
 
 
@@ -270,14 +270,7 @@ class KeepsBySize(KeepsByRank):
         return ctx.size
 
 
-class LosesItsCount(Momentum):
-    """Divides an average by what its first steps lack, and counts them where nothing is kept."""
+class LosesItsCount(CountsAlong):
+    """Counts its steps in what nobody hands on, and the average lives on."""
 
-    def compress(self, x, ctx):
-        average, count = remembered("average", x.size, ctx), int(ctx.state.get("count", 0)) + 1
-        with np.errstate(invalid="ignore", over="ignore"):
-            new = average + (x - average) * np.float32(1 / 64)
-            values = new / np.float32(1 - (63 / 64) ** min(count, 3000))
-        if np.isfinite(values).all():
-            average[:], ctx.state["count"] = new, count
-        return {"values": values}
+    consolidate, regrouped = Momentum.consolidate, Momentum.regrouped
