@@ -13,7 +13,7 @@ from ringlet.fusion.extensions import Extensions
 from ringlet.fusion.lifetime import Lifetime
 from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.queue.requester import Requester
-from ringlet.fusion.requests.request import dumps, loads
+from ringlet.fusion.requests.request import dumps
 from ringlet.fusion.worker import Worker
 from ringlet.ring.control.plane import ControlPlane
 from ringlet.ring.errors import PeerLost
@@ -38,13 +38,23 @@ class Announcements:
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
         self._heard: deque[bytes] = deque()
+        self._left: str | None = None  # why rank 0 has left, once it has
 
     def listen(self, patience: float | None) -> None:
         """Wait up to ``patience`` seconds, or for as long as it takes, for messages or a wake-up.
 
-        Raises PeerLost when the coordinator is gone.
+        Raises PeerLost when the coordinator is gone, with why where that has been told.
         """
-        self._heard.extend(self._control.receive(patience))
+        try:
+            heard = self._control.receive(patience)
+        except PeerLost:
+            if self._left is None:
+                raise
+            raise PeerLost(self._left, [0]) from None
+        for message in heard:
+            if (left := m.unpack_gone(message)) is not None and left[0] == 0:
+                self._left = left[1]
+        self._heard.extend(heard)
 
     def next(self) -> bytes | None:
         """Return the next message, or None."""
@@ -228,7 +238,8 @@ class Loop:
         while (left := deadline - time.monotonic()) > 0:
             self._announcements.listen(left)
             while (message := self._announcements.next()) is not None:
-                if message[:1] == m.GONE and loads(message[1:]) == self._worker.rank:
+                gone = m.unpack_gone(message)
+                if gone is not None and gone[0] == self._worker.rank:
                     self._worker.pipeline.drain()
                     return
                 self._worker.dispatch(message)

@@ -42,7 +42,7 @@ from ringlet.fusion.worker import Worker
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control.plane import ControlPlane, Handler
 from ringlet.ring.dtypes import Array
-from ringlet.ring.errors import PeerLost, RingError
+from ringlet.ring.errors import RingError
 
 log = logging.getLogger("ringlet")
 
@@ -348,8 +348,7 @@ class Engine:
             raise
 
     def _send(self, message: bytes) -> None:
-        with suppress(PeerLost):  # the engine's thread finds out why, and tells
-            uninterrupted(self._control.send, message)
+        uninterrupted(self._control.send, message)
 
     def _expected(self, key: Hashable) -> Expected:
         """Return what is done when the answer to ``key`` comes.

@@ -7,7 +7,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from ringlet.fusion.negotiation import messages as m
@@ -18,7 +17,6 @@ from ringlet.fusion.requests.request import dumps
 from ringlet.fusion.worker import Worker
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control.plane import ControlPlane
-from ringlet.ring.errors import PeerLost
 
 log = logging.getLogger("ringlet")
 
@@ -85,8 +83,7 @@ class Extensions:
         The handle is done when somebody calls ``answer(key)`` on this rank.
         """
         handle = self._expected(key)
-        with suppress(PeerLost):  # the engine's thread finds out why, and tells
-            self.announce_only(action, argument)
+        self.announce_only(action, argument)
         return handle
 
     def announce_only(self, action: str, argument: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -249,8 +249,7 @@ class Worker:
             bucket.final,
             bucket.phantom,
         )
-        with suppress(PeerLost):  # who failed the step may have left; what it said is read first
-            self._control.send(m.pack_vote(vote))
+        self._control.send(m.pack_vote(vote))
 
     def watch(self, observers: Sequence[Observer]) -> None:
         """Tell ``observers`` of everything from now on, and nobody else."""
@@ -278,8 +277,7 @@ class Worker:
         self._release(group)
 
     def _release(self, owner: BucketOwner) -> None:
-        with suppress(PeerLost):  # the engine's thread finds out why, and tells
-            self._control.send(m.RELEASE + dumps([owner.peers.number, owner.number]))
+        self._control.send(m.RELEASE + dumps([owner.peers.number, owner.number]))
 
     def _forget_group(self, message: bytes) -> None:
         self._groups.pop(loads(message[1:]), None)
@@ -313,8 +311,7 @@ class Worker:
 
     def abandon(self, group: Group, why: str) -> None:
         """Tell the other ranks that this one gives up the step at hand. From any thread."""
-        with suppress(PeerLost):  # the engine's thread finds out why, and tells
-            self._give_up(group, "abandoned", f"abandoned: {why}")
+        self._give_up(group, "abandoned", f"abandoned: {why}")
 
     def close(self, error: Exception) -> None:
         """Fail everything in flight, and whatever comes later, with ``error``."""

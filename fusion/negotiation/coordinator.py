@@ -350,7 +350,7 @@ class Coordinator:
         told = self._refuse_sets()
         for peers in self._sets.values():
             told += self._refused_for_gone(peers)
-        return [*told, m.GONE + dumps(rank)]
+        return [*told, m.GONE + dumps([rank, self._why_gone([rank])])]
 
     def _refused_for_gone(self, peers: RequestTable) -> list[bytes]:
         """Give up on what waits for ranks that have left, if any of ``peers`` did."""

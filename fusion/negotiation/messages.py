@@ -45,7 +45,7 @@ ANNOUNCED = b"o"  # [action, argument, whether all ranks are still there]
 FORGET = b"b"  # group, which all ranks have released
 STALLED = b"T"  # text: a warning for rank 0's log
 LOST = b"L"  # [[rank, ...], text]: these are gone, or have no connection to each other
-GONE = b"g"  # rank: its goodbye has been heard, and nothing after this needs it
+GONE = b"g"  # [rank, text]: its goodbye has been heard, and nothing after this needs it
 
 CALLS = 1 << 16  # without names, that a rank asks for in one message
 
@@ -270,6 +270,14 @@ def unpack_end(message: bytes) -> LostElsewhere | BrokenElsewhere | None:
         ranks, text = loads(message[1:])
         return LostElsewhere(text, ranks)
     return BrokenElsewhere(loads(message[1:])) if message[:1] == BROKEN else None
+
+
+def unpack_gone(message: bytes) -> tuple[int, str] | None:
+    """Return which rank has left and why, of a GONE message; None for any other."""
+    if message[:1] != GONE:
+        return None
+    rank, text = loads(message[1:])
+    return rank, text
 
 
 def _vector(bits: int) -> bytes:

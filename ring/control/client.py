@@ -72,15 +72,14 @@ class TcpControl(ControlPlane):
         self._sock.settimeout(None)
 
     def send(self, message: bytes) -> None:
-        """Send ``message`` to rank 0."""
+        """Send ``message`` to rank 0; nothing where that is gone, which ``receive`` tells."""
         usable(self._closed, self._pid)
         data = pack([message])
         try:
             with self._sending:
                 self._sock.sendall(self._outgoing.frame(MESSAGES, data))
-        except OSError as error:
+        except OSError:
             usable(self._closed, self._pid)
-            raise PeerLost(self._gone or self._silence or _GONE, [0]) from error
 
     def receive(self, timeout: float | None = None) -> list[bytes]:
         """Return the broadcasts since the last call; see ``ControlPlane``."""

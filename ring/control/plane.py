@@ -32,7 +32,11 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def send(self, message: bytes) -> None:
-        """Send ``message`` to the coordinator. From any thread. Raises PeerLost when it is gone."""
+        """Send ``message`` to the coordinator. From any thread.
+
+        Raises nothing when the coordinator is gone: ``receive`` does, once all that it has said has
+        been taken.
+        """
 
     @abstractmethod
     def receive(self, timeout: float | None = None) -> list[bytes]:

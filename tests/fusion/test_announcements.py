@@ -60,6 +60,25 @@ def test_an_engine_that_broke_is_a_cause_as_well():
     assert str(cause) == "the engine broke on rank 1: KeyError: 'x'"
 
 
+@pytest.mark.parametrize("why", ["ValueError: no data", ""])
+def test_why_rank_0_has_left_is_told_to_those_who_need_it_later(why):
+    told = Coordinator(2).on_message(0, m.GOODBYE + dumps(why))
+    announcements = Announcements(Scripted(told, gone="rank 0 closed the control plane"))
+    announcements.listen(None)
+    with pytest.raises(PeerLost) as caught:
+        announcements.listen(None)
+    said = f"has ended ({why})" if why else "has shut down"
+    assert (str(caught.value), caught.value.ranks) == (f"rank 0 {said}", (0,))
+
+
+def test_the_end_of_another_rank_is_not_rank_0s():
+    told = Coordinator(2).on_message(1, m.GOODBYE + dumps("KeyError: 1"))
+    announcements = Announcements(Scripted(told, gone=GONE))
+    announcements.listen(None)
+    with pytest.raises(PeerLost, match="without a goodbye"):
+        announcements.listen(None)
+
+
 def test_a_connection_that_broke_is_told_to_the_coordinator_which_tells_all(monkeypatch):
     monkeypatch.setattr(background_loop, "_ENDING_S", 0.01)
     coordinator = Coordinator(4)

@@ -227,7 +227,7 @@ def test_a_rank_that_shuts_down_fails_whoever_waits_for_it():
     coordinator = Coordinator(2)
     ask(coordinator, 0, Request("x", shape=(1,)))
     told, echo = coordinator.on_message(1, m.GOODBYE + dumps(""))
-    assert echo == m.GONE + b"1"
+    assert m.unpack_gone(echo) == (1, "rank 1 has shut down")
     assert loads(told[1:]) == [
         0,
         ["x"],

@@ -340,8 +340,10 @@ def test_who_waits_for_a_rank_is_told_what_ended_it(rank: int, how: str, words: 
     """Over gloo: mpiexec ends those who wait, maybe before they say it."""
     done, _ = launched(2, "gloo", FAILS, str(rank), how)
     assert done.returncode == (3 if "exits" in how else 1), done.stderr
-    told = f"PeerLost: rank {rank} has ended ({words}) while a step of 'SGD' was waiting on rank"
-    assert f"{told} {1 - rank}\n" in done.stderr
+    told = f"PeerLost: rank {rank} has ended ({words})"
+    asked = f" while a step of 'SGD' was waiting on rank {1 - rank}"
+    # Rank 1 may come to that step when the coordinator has left with rank 0.
+    assert any(f"{told}{late}\n" in done.stderr for late in [asked, *[""] * (rank == 0)])
 
 
 HOOKED = """
