@@ -68,10 +68,12 @@ class Engine:
         self.limits = limits = settled(limits or Limits(), comm)
         self.rank, self.size = comm.rank, comm.size
         leads = self.rank == 0
-        stalls = StallInspector(limits.stall_warning, limits.stall_shutdown)
-        coordinator = Coordinator(self.size, limits.cache_capacity, stalls) if leads else None
         shortest = min((s for s in (limits.stall_warning, limits.stall_shutdown) if s), default=0)
         check_every = shortest / 4 if leads and self.size > 1 and shortest else None
+        stalls = StallInspector(
+            limits.stall_warning, limits.stall_shutdown, every=check_every or 0.0
+        )
+        coordinator = Coordinator(self.size, limits.cache_capacity, stalls) if leads else None
         self._coordinator = coordinator
         self._control = open_control(comm, coordinator)
         try:

@@ -31,12 +31,16 @@ class Stalled(NamedTuple):
 class StallInspector:
     """Keeps the time at which a wait was first seen; part of the coordinator.
 
-    ``warn_after`` and ``give_up_after`` are in seconds; 0 stands for never.
+    ``warn_after`` and ``give_up_after`` are in seconds; 0 stands for never. Where it is asked
+    ``every`` so many seconds, time in which it was not does not count: this process stood still.
     """
 
     warn_after: float = 60.0
     give_up_after: float = 0.0
     clock: Callable[[], float] = time.monotonic
+    every: float = 0.0
+    _asked: float = field(default=0.0, init=False)  # by the clock, last
+    _stood: float = field(default=0.0, init=False)  # seconds that do not count
     _since: dict[tuple[str, int], float] = field(default_factory=dict)
     _warned: dict[tuple[str, int], float] = field(default_factory=dict)
     _text: str = ""
@@ -48,7 +52,7 @@ class StallInspector:
 
     def inspect(self, waiting: Iterable[Stalled]) -> tuple[str, bool]:
         """Return what to warn of (or nothing), and whether it is time to give up."""
-        now = self.clock()
+        now = self._now()
         found = {(each.what, each.turn): each for each in waiting}
         self._since = {key: self._since.get(key, now) for key in found}
         self._warned = {key: at for key, at in self._warned.items() if key in found}
@@ -69,6 +73,14 @@ class StallInspector:
         long = [found[key] for key, age in ages.items() if age >= shortest]
         self._text = self._in_words([(found[key], ages[key]) for key in due], cycle(long))
         return self._text, over
+
+    def _now(self) -> float:
+        """Return the time, without that in which this process stood still."""
+        now = self.clock()
+        if self.every and self._asked:
+            self._stood += max(0.0, now - self._asked - 2 * self.every)
+        self._asked = now
+        return now - self._stood
 
     def _in_words(
         self, stalled: Sequence[tuple[Stalled, float]], crossed: Sequence[tuple[int, Stalled]]

@@ -262,9 +262,9 @@ def test_a_job_that_goes_on_is_no_stall(declared):
             else:
                 group.submit("w", ones(4))
                 group.wait(WAIT)
-            going = ones(1, 1.0 if time.monotonic() < end else 0.0)
-            engine.submit(Request("going", "broadcast", shape=(1,)), going).wait(WAIT)
             steps += 1
+            going = ones(1, 1.0 if time.monotonic() < end or steps <= 10 else 0.0)
+            engine.submit(Request("going", "broadcast", shape=(1,)), going).wait(WAIT)
         return steps
 
     assert min(with_engines(2, body, stall_warning=0.0, stall_shutdown=0.6)) > 10

@@ -47,6 +47,18 @@ def test_a_wait_that_nothing_ends_is_told_how_to_end(give_up_after):
     assert ("RINGLET_STALL_SHUTDOWN_TIME_SECONDS=" in text) == (not give_up_after)
 
 
+def test_time_in_which_this_process_stood_still_does_not_count():
+    """A job that went on was ended by it, as on a machine that was suspended."""
+    now = [100.0]
+    inspector = StallInspector(20.0, 40.0, lambda: now[0], every=5.0)
+    waiting, told = [Stalled("'x'", [0], [1])], []
+    for now[0] in (100.0, 105.0, 1000.0, 1005.0, 1010.0, 1015.0, 1020.0, 1025.0):
+        told.append(inspector.inspect(waiting))
+    assert [bool(text) for text, _ in told] == [False] * 3 + [True] + [False] * 3 + [True]
+    assert "'x': 20 s" in told[3][0]
+    assert [over for _, over in told] == [False] * 7 + [True]
+
+
 @pytest.mark.parametrize("limits", [{"stall_warning": 1e12}, {"cycle_time": 1e15}])
 def test_whoever_says_never_with_a_huge_number_is_not_looked_for_without_an_end(limits):
     def body(engine):
