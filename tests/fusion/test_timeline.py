@@ -466,10 +466,12 @@ def test_a_killed_process_leaves_valid_json(tmp_path):
         """
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        time.sleep(0.6)
+        assert process.stdout.readline() == b"ready\n"
+        (part,) = rank_files(tmp_path / "t.json")
+        limit = time.monotonic() + 60
+        while part.read_text().count('"ph"') <= 100 and time.monotonic() < limit:
+            time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
-    (part,) = rank_files(tmp_path / "t.json")
     assert len(json.loads(part.read_text())) > 10
     merge(tmp_path / "t.json", [part])
     assert len(events_of(tmp_path / "t.json")[0]) > 10
