@@ -1,16 +1,10 @@
 """`ringlet node` as tests start it: on loopback, by numbers."""
 
 import os
-import socket
 import subprocess
 import sys
 
 SECRET = "0123456789abcdef0123456789abcdef"
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def node(number, count, port, *words, env=None, slots=2, secret=SECRET, by=()):

@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -28,6 +27,7 @@ from launched_jobs import (
 from ringlet.ring.errors import LaunchError, TransportUnavailable
 from ringlet.ring.functions import WorkerFailed, parcels, run
 from ringlet.ring.launch import launch, start
+from ringlet.ring.processes.torchrun import free_port
 from ringlet.ring.rendezvous.connect import connect
 
 pytestmark = [
@@ -183,9 +183,8 @@ def test_connect_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_connect_with_torchruns_variables_alone() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    env = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {"WORLD_SIZE": "1", "RANK": "0"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     own = "import torch.distributed as d\n"
     end = "d.init_process_group('gloo'); d.destroy_process_group()\n"
     returned, out, err = outside([sys.executable, "-c", own + JOIN + end], env)

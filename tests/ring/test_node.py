@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from launched_jobs import until
-from node_commands import ended, free_port, node
+from node_commands import ended, node
 
 from ringlet.ring.elastic.arriving_nodes import ArrivingNodes
 from ringlet.ring.errors import LaunchError
@@ -21,6 +21,7 @@ from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.placed import node_rendezvous
 from ringlet.ring.placed.node_rendezvous import NodeRendezvous, own_name
 from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
+from ringlet.ring.processes.torchrun import free_port
 from ringlet.ring.wire.entry import enter
 from ringlet.ring.wire.launch_link import Kind
 

@@ -7,7 +7,9 @@ import sys
 import threading
 
 import pytest
-from node_commands import ended, free_port, node
+from node_commands import ended, node
+
+from ringlet.ring.processes.torchrun import free_port
 
 pytestmark = pytest.mark.preloaded("torch")
 
