@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringlet.ring.addresses import split_port
+from ringlet.ring.addresses import split_port, with_port
 from ringlet.ring.elastic import driver
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.rules import Rules
@@ -83,6 +83,14 @@ def greeted(address: str) -> socket.socket:
     sock = socket.create_connection(split_port(address), timeout=WAIT)
     assert len(sock.recv(GREETING, socket.MSG_WAITALL)) == GREETING
     return sock
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[str]:
+    """An address where nobody listens, and nobody else can meanwhile."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield with_port(*taken.getsockname())
 
 
 def until(condition: object) -> None:
@@ -203,7 +211,7 @@ def test_whoever_is_cut_off_tries_again(monkeypatch: pytest.MonkeyPatch, porter:
         where = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(TimeoutError):
             enter(where, b"key", 0, patience=0.1)
-    with pytest.raises(ConnectionRefusedError):
+    with nobody() as where, pytest.raises(ConnectionRefusedError):
         enter(where, b"key", 0, patience=WAIT)
     with pytest.raises(Unwelcome, match="does not take this process for one of the job's"):
         enter(porter.listener.address, b"key", 0, patience=WAIT)
@@ -394,26 +402,23 @@ def test_whose_words_were_changed_on_the_way_is_named_with_the_cause(
 
 
 def test_a_wrapper_that_does_not_reach_its_launcher_says_so_in_a_sentence() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    env = {ADDRESS: f"127.0.0.1:{port}", SECRET: bytes(32).hex(), "RINGLET_RANK": "3"}
-    done = subprocess.run(
-        WRAPPER, env=os.environ | env, capture_output=True, text=True, timeout=WAIT, check=False
-    )
+    with nobody() as where:
+        env = {ADDRESS: where, SECRET: bytes(32).hex(), "RINGLET_RANK": "3"}
+        done = subprocess.run(
+            WRAPPER, env=os.environ | env, capture_output=True, text=True, timeout=WAIT, check=False
+        )
     assert done.returncode == 1
     (said,) = done.stderr.splitlines()
     assert said.startswith("rank 3, host ")
-    assert f"no connection to the launcher at 127.0.0.1:{port}: " in said
+    assert f"no connection to the launcher at {where}: " in said
     assert "Connection refused" in said
 
 
 def test_what_a_wrapper_says_is_written_with_the_end_of_its_line() -> None:
     """Others write to the same pipe, maybe in between."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    env = {ADDRESS: f"127.0.0.1:{port}", SECRET: bytes(32).hex(), "RINGLET_RANK": "3"}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a write is a packet
-    with ours:
+    with nobody() as where, ours:
+        env = {ADDRESS: where, SECRET: bytes(32).hex(), "RINGLET_RANK": "3"}
         with theirs:
             process = subprocess.Popen(
                 WRAPPER, env=os.environ | env | {"PYTHONUNBUFFERED": "1"}, stderr=theirs
