@@ -233,6 +233,11 @@ def test_a_way_that_is_not_found_at_once_is_looked_for_again(
     channel = enter(porter.listener.address, porter.listener.secret, 1, patience=WAIT)
     until(lambda: porter.guests)
     channel.close()
+    now = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
+    )
+    monkeypatch.setattr(enter_module, "time", clock)
     monkeypatch.setattr(enter_module, "ROUTE", 0.2)
     with pytest.raises(OSError, match="No route to host"):
         enter(porter.listener.address, porter.listener.secret, 1, patience=WAIT)
