@@ -351,7 +351,7 @@ def ended(sock):
 
 
 def test_strangers_are_dropped_and_the_service_goes_on(monkeypatch):
-    monkeypatch.setattr(control_hub, "HANDSHAKE", 0.3)
+    monkeypatch.setattr(control_hub, "HANDSHAKE", WAIT)
     handler = Echo()
     with star(3, handler, ranks=[1]) as (hub, where, complete):
         # A wrong key, both ways round: the hub drops it, and join says why.
@@ -372,14 +372,15 @@ def test_strangers_are_dropped_and_the_service_goes_on(monkeypatch):
                 sock.sendall(garbage)
             assert ended(sock)
         # One that sends too slowly, and one that says nothing: dropped when their time is up.
+        hub._admission._patience = 0.3
         slow, _ = greeted(where)
         slow.sendall(b"x")
         silent, _ = greeted(where)
         assert ended(slow)
         assert ended(silent)
+        hub._admission._patience = WAIT
         with pytest.raises(PeerLost, match="could not join the control plane"):
             join(where, bytes(32), 2, 3, timeout=0.2)
-        monkeypatch.undo()
         two = join_in_thread(where, 2, 3)
         [one] = complete()
         two = two()
