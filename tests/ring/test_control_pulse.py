@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -211,14 +212,15 @@ def test_leaving_politely_is_told_to_nobody_but_by_rank_0(beats: Start) -> None:
 
 
 def test_a_rank_that_comes_when_rank_0_has_left_is_told_so() -> None:
-    with listen("127.0.0.1") as listener:
-        port = listener.getsockname()[1]
-        first = Beats(0, 3, [listener.fileno()])
     with ExitStack() as stack:
-        stack.callback(first.end)
-        first.say(b"bye")  # as a program does that ends at once
-        late = Beats(1, 3, ["127.0.0.1", port])
-        stack.callback(late.end)
+        with listen("127.0.0.1") as listener:
+            port = listener.getsockname()[1]
+            late = Beats(1, 3, ["127.0.0.1", port])
+            stack.callback(late.end)
+            assert select.select([listener], [], [], WAIT)[0]  # it waits to be let in
+            first = Beats(0, 3, [listener.fileno()])
+            stack.callback(first.end)
+            first.say(b"bye")  # as a program does that ends at once
         assert [late.hear() for _ in range(3)] == ["joined", "bye", ""]
         assert first.process.wait(WAIT) == 0  # although rank 2 never comes
         later = Beats(2, 3, ["127.0.0.1", port])
