@@ -216,12 +216,12 @@ class Hub(Heartbeat):
         self.poll.unregister(0)
         if self.ended >= 0:
             self.poll.unregister(self.ended)
-        told, until = set(self.arrived), time.monotonic() + LATE
-        while len(self.arrived) < self.size - 1 or self.links.keys() - told:
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            self.serve({fd for fd, _ in self.poll.poll(left * 1e3)})
+        told, left = set(self.arrived), LATE
+        while left > 0 and (len(self.arrived) < self.size - 1 or self.links.keys() - told):
+            began = time.monotonic()
+            self.serve({fd for fd, _ in self.poll.poll(AGAIN * 1e3)})
+            # Of the time in which this process stood still no more counts.
+            left -= min(AGAIN, time.monotonic() - began)
 
     def leave(self, kind: int) -> None:
         """Say, last, how the rank has ended."""
