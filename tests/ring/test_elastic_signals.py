@@ -21,9 +21,10 @@ from ringlet.ring.wire.launch_link import Kind
 
 
 class Job:
-    """The launcher of two ranks that have begun, without processes."""
+    """The launcher of two ranks that have begun, without processes, and its ``now``."""
 
     def __init__(self):
+        self.now = time.monotonic()
         hosts = [Host("a", 2)]
         self.driver = driver = Driver(
             ["true"], Rules(2, 1), Discovery(None, hosts=hosts), "gloo", {}, Reach()
@@ -45,7 +46,7 @@ class Job:
         self.turn()
 
     def turn(self, later=0.0):
-        now = time.monotonic() + later
+        now = self.now + later
         self.driver._look_at_members(now)
         if self.driver._over is None:
             self.driver._decide(now)
@@ -82,6 +83,7 @@ def test_the_second_interrupt_kills_after_another_signal():
     job.turn(later=1000.0)
     assert job.told(0) == job.told(1) == [signal.SIGTERM, signal.SIGINT]
     job.driver._forward(signal.SIGINT)
+    job.now = time.monotonic()
     job.turn()
     assert job.told(0)[2:] == job.told(1)[2:] == [signal.SIGKILL]
     assert job.driver._over[0] == 128 + signal.SIGINT
@@ -115,7 +117,7 @@ def test_no_rank_is_to_blame_for_the_users_signal():
 @pytest.mark.parametrize("forwarded", [[], [signal.SIGTERM], [signal.SIGINT]])
 def test_who_is_killed_when_a_failure_has_ended_the_job_is_named(monkeypatch, forwarded):
     job = Job()
-    job.driver._finish(7, "rank 0 failed", time.monotonic())
+    job.driver._finish(7, "rank 0 failed", job.now)
     for number in forwarded:
         job.driver._forward(number)  # too late to give more time
     job.end(0, 7)
