@@ -270,6 +270,8 @@ class Notes:
 def test_no_host_in_time_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PERIOD", 0.0)
     discovery = Discovery("exit 3")
+    discovery.look(0.0)
+    discovery._process.wait(60)  # which may take longer than 0.5 s
     driver = Driver(["true"], Rules(1, 1, timeout=0.5), discovery, "gloo", {}, Reach())
     notes = Notes()
     with pytest.raises(LaunchError, match=r"named no host within 0.5 s \(--elastic-timeout\)"):
