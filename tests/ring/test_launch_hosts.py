@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,9 @@ from ringlet.ring.hosts.forwarding import forwarded, is_credential
 from ringlet.ring.hosts.hosts import Host, Seat, is_here, parse_hosts, read_hostfile, seat
 from ringlet.ring.hosts.interfaces import find_interface, launcher_address
 from ringlet.ring.hosts.remote import Reach, start_agent
+from ringlet.ring.launch.allocation import Allocation
+from ringlet.ring.launch.spawn import complaint
+from ringlet.ring.launch.start import Started
 from ringlet.ring.variables import UNDERSTOOD, VARIABLES
 
 pytestmark = pytest.mark.preloaded("torch")
@@ -324,11 +328,23 @@ def test_a_host_that_cannot_be_reached(ringlet: Begin, mark: str, transport: str
 
 @both
 def test_a_host_that_does_not_answer(ringlet: Begin, mark: str, transport: str) -> None:
-    job = ringlet("pass", transport, "--start-timeout", "3", rsh="sh -c 'sleep 1000'")
+    where = ["-H", "127.0.0.2:2", "--start-timeout", "3"]  # ranks here might be late as well
+    job = ringlet("pass", transport, *where, rsh="sh -c 'sleep 1000'")
     _, err = job.communicate(timeout=DEADLINE)
     assert job.returncode == 2
     assert b" on 127.0.0.2 did not start: 3 s have passed since `sh -c sleep 1000 127.0" in err
     until(lambda: not marked(mark))
+
+
+def test_of_hosts_those_are_named_that_do_not_answer() -> None:
+    hosts, reach = [Host("localhost", 2), Host("127.0.0.2", 2)], Reach("rsh", start_timeout=3)
+    site = Allocation(hosts, 4, reach)
+    shell: Any = SimpleNamespace(stdin=True)  # a process that has not ended
+    started = [Started(shell, "`rsh`", frozenset({2, 3}))]
+    assert complaint(site, site.ranks(), started, [2, 3], None, "") == (
+        "ranks 2, 3 on 127.0.0.2 did not start: 3 s have passed since `rsh` was started"
+        " (see --start-timeout)"
+    )
 
 
 @pytest.mark.parametrize(
