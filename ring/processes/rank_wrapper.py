@@ -40,7 +40,7 @@ from ringlet.ring.wire.launch_link import (
     store_key,
 )
 
-LOOK = 0.2  # seconds between two looks whether a program that was stopped runs again
+LOOK = 0.2  # seconds between two looks at a program that was stopped, or at what it has left
 LEFTOVERS = 1.0  # seconds that processes outliving the program get to end by themselves
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GONE = 1.0  # seconds from the end of a launcher's connections to its own
@@ -231,10 +231,14 @@ class Wrapper:
                 poll.register(self.pmi, select.POLLIN)
         timeout: float | None = 1000 * LOOK if self._questioned else None
         if self.code is not None and not self.alone:
-            timeout = max(10.0, 1000 * (self.deadline - time.monotonic()))
+            timeout = max(10.0, 1000 * min(LOOK, self.deadline - time.monotonic()))
         elif self.code is not None and not self.done and self.channel.pending < HIGH:
             timeout = 0
-        return {descriptor for descriptor, _ in poll.poll(timeout)}
+        began = time.monotonic()
+        ready = {descriptor for descriptor, _ in poll.poll(timeout)}
+        if timeout is not None:  # leftovers stood still as well, where this process did
+            self.deadline += max(0.0, time.monotonic() - began - timeout / 1000)
+        return ready
 
     def _relay(self, descriptor: int) -> None:
         try:
