@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from launched_jobs import until
-from node_commands import ended, node
+from node_commands import SECRET, ended, node
 
 from ringlet.ring.elastic.arriving_nodes import ArrivingNodes
 from ringlet.ring.errors import LaunchError
@@ -23,9 +23,12 @@ from ringlet.ring.placed.node_rendezvous import NodeRendezvous, own_name
 from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
 from ringlet.ring.processes.torchrun import free_port
 from ringlet.ring.wire.entry import enter
+from ringlet.ring.wire.framing import derive
+from ringlet.ring.wire.keys import job_key
 from ringlet.ring.wire.launch_link import Kind
 
 pytestmark = pytest.mark.preloaded("torch")
+KEY = {"RINGLET_SECRET": SECRET}
 SUM = (
     "import os, torch, ringlet.torch as hvd; hvd.init();"
     "total = hvd.allreduce(torch.ones(3) * hvd.rank(), op=hvd.Sum);"
@@ -113,15 +116,23 @@ def test_nohup_holds_for_the_ranks_of_another_node():
     ended(second)
 
 
+def sent_away(number, count, **given):
+    """Fail unless such a node is refused by the first of two, which is told of no other."""
+    secret = derive(job_key(KEY), "nodes")
+    with NodeRendezvous(2, "127.0.0.1", port := free_port(), secret, 1) as first:
+        stranger = node(number, count, port, "true", **given)
+        while stranger.poll() is None:
+            first.serve(0.05)
+        code, _, err = ended(stranger)
+        assert code == 2
+        assert "RINGLET_SECRET and --nodes have to be the same for every node" in err
+        late = r"node 1 of 2 did not come to 127\.0\.0\.1:\d+ within 0\.1 s"
+        with pytest.raises(LaunchError, match=late):
+            first.gather(0.1)
+
+
 def test_a_node_with_another_secret_is_not_let_in():
-    port = free_port()
-    first = node(0, 2, port, "--start-timeout", "3", "true")
-    code, _, err = ended(node(1, 2, port, "true", secret="another" * 5))
-    assert code == 2
-    assert "RINGLET_SECRET and --nodes have to be the same for every node" in err
-    code, _, err = ended(first)
-    assert code == 2
-    assert re.search(r"node 1 of 2 did not come to 127\.0\.0\.1:\d+ within 3 s", err)
+    sent_away(1, 2, secret="another" * 5)
 
 
 @pytest.mark.parametrize(
@@ -193,13 +204,8 @@ def came(rendezvous, body):
 
 
 def test_numbers_of_nodes_that_do_not_fit_are_said():
-    port = free_port()
-    first = node(0, 2, port, "--start-timeout", "3", "true")
-    code, _, err = ended(node(5, 8, port, "true"))
-    assert code == 2
-    assert "RINGLET_SECRET and --nodes have to be the same for every node" in err
-    assert ended(first)[0] == 2
-    code, _, err = ended(node(0, 2, port, "--slots", "5000", "true"))
+    sent_away(5, 8)
+    code, _, err = ended(node(0, 2, free_port(), "--slots", "5000", "true"))
     assert code == 2
     assert "--slots 5000: a node takes 1 to 4096 ranks" in err
 
