@@ -40,6 +40,7 @@ TUN = "/dev/net/tun"
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 CLONE_NEWNET = 0x40000000
 BURST_KB = 256  # kilobytes; a quarter of it halves the throughput
+WAITING = 5000  # packets that a device keeps until they are copied, which may be late
 LONG_FRAMES = 9000  # bytes; copying takes a sixth of the processor time then
 
 
@@ -156,6 +157,8 @@ class Hosts:
             if self._loss or self._delay:
                 _ip("-n", self._bridge, "tuntap", "add", "dev", port, "mode", "tap")
                 _ip("-n", namespace, "tuntap", "add", "dev", INTERFACE, "mode", "tap")
+                for where, device in ((namespace, INTERFACE), (self._bridge, port)):
+                    _ip("-n", where, "link", "set", device, "txqueuelen", str(WAITING))
             else:
                 peer = ("peer", "name", INTERFACE, "netns", namespace)
                 _ip("-n", self._bridge, "link", "add", port, "type", "veth", *peer)
