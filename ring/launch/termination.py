@@ -13,7 +13,7 @@ SAVING = 30.0  # seconds for those that a signal asked to end, once another rank
 NOTICE = 2.0  # seconds in which those that lost another rank may raise and leave by themselves
 STUCK = 5.0  # seconds after SIGKILL until a rank that cannot be killed is given up
 SILENT = 5.0  # seconds in which nothing comes from a host until its ranks are not waited for
-LOOK = 0.2  # seconds between two looks whether that is so
+LOOK = 0.2  # seconds between two looks whether that is so, or whether time is up
 
 
 class Termination:
@@ -34,6 +34,7 @@ class Termination:
         self._grace = grace
         self._ask_at: float | None = None
         self._kill_at: float | None = None
+        self._look_at: float | None = None
         self._announced = False
         self._broken = False
 
@@ -68,6 +69,7 @@ class Termination:
     def judge(self) -> None:
         """End the other ranks when one has failed, say why, and kill when their time is up."""
         now = time.monotonic()
+        self._put_off(now)
         if not self._broken and self._failure.reached():
             self._ask_at = self._ask_at or now + (0.0 if self.forwarded else NOTICE)
             self._rank_table.give_up_missing()
@@ -106,7 +108,9 @@ class Termination:
         if self._kill_at is not None and self._elsewhere():
             timeout = LOOK
         if next_at is not None:
-            timeout = max(0.01, min(timeout or 1000.0, next_at - time.monotonic()))
+            now = time.monotonic()
+            timeout = max(0.01, min(timeout or 1000.0, next_at - now, LOOK))
+            self._look_at = now + timeout
         return timeout
 
     def code(self) -> int:
@@ -114,6 +118,15 @@ class Termination:
         if self._failure.first is None:
             return 128 + signal.SIGPIPE if self._broken else 0
         return 128 + signal.SIGINT if self.interrupted and self.killed else self._failure.code()
+
+    def _put_off(self, now: float) -> None:
+        """Leave the ranks their time where this process stood still, as they may have as well."""
+        late = 0.0 if self._look_at is None else max(0.0, now - self._look_at)
+        self._look_at = None
+        if self._ask_at is not None:
+            self._ask_at += late
+        if self._kill_at is not None:
+            self._kill_at += late
 
     def _elsewhere(self) -> list[Rank]:
         """Return the ranks on other hosts that have not ended."""

@@ -173,6 +173,28 @@ def test_who_was_asked_to_end_may_save_though_others_have_died_of_it(
     assert said[-1] == f"killing rank 0, which has not ended within {after}"
 
 
+def test_time_in_which_the_launcher_stood_still_is_left_to_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They stood still too, and were ended before they could save."""
+    now, sent = [100.0], list[Any]()
+    monkeypatch.setattr(ending_of, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    channel = cast(Channel, SimpleNamespace(send=lambda *given: sent.append(given)))
+    _, termination = ending(
+        Rank(0, channel=channel), Rank(1, code=-signal.SIGKILL, when=1, done=True)
+    )
+    termination.judge()
+    for _ in range(2):  # until they are asked to end, and until they are killed
+        before, seconds = len(sent), 5.0 if sent else NOTICE
+        now[0] += (termination.patience() or 0.0) + 60.0
+        termination.judge()
+        assert len(sent) == before
+        now[0] += seconds
+        termination.judge()
+        assert len(sent) == before + 1
+    assert termination.killed
+
+
 def launched(np: int, transport: str, *program: str) -> tuple[Any, list[str]]:
     """Run a program on so many ranks; return how it ended, and what the launcher said."""
     options = ["-m", "ringlet", "run", "--quiet", "-np", str(np), "--transport", transport]
