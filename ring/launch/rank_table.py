@@ -62,6 +62,7 @@ class RankTable:
         self._job = job
         self._pmi = pmi
         self._place = place
+        self._stood = 0  # ns for which this process stood still, since a rank has failed
 
     @property
     def done(self) -> bool:
@@ -89,7 +90,7 @@ class RankTable:
         if first is None or first.code != LOST_PEER or not running:
             return first
         patience = LEAVING_NS if any(map(leaves, running)) else CAUSE_NS
-        return first if time.monotonic_ns() - first.when > patience else None
+        return first if time.monotonic_ns() - first.when - self._stood > patience else None
 
     def engage(self, guest: Guest) -> bool:
         """Have a wrapper that has just reported run its rank; false if it is not wanted."""
@@ -121,7 +122,11 @@ class RankTable:
         if (output := self._printer.wants) is not None:
             poll.register(output, select.POLLOUT)
         timeout = None if seconds is None else 1000 * min(seconds, LONGEST)
-        return {descriptor for descriptor, _ in poll.poll(timeout)}
+        began = time.monotonic_ns()
+        ready = {descriptor for descriptor, _ in poll.poll(timeout)}
+        if timeout is not None and any(rank.code for rank in self.ranks):
+            self._stood += max(0, time.monotonic_ns() - began - round(1e6 * timeout))
+        return ready
 
     def serve(self, ready: set[int]) -> None:
         """Take what the ranks whose connections are ``ready`` have sent."""

@@ -291,6 +291,29 @@ def test_a_rank_on_its_way_out_is_waited_for_longer(
     assert failure.first is effect
 
 
+def test_a_cause_is_waited_for_longer_where_the_launcher_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So did the rank that is the cause, and the effect was named."""
+    now = [0]
+
+    class Late:
+        def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+            now[0] += round(1e6 * milliseconds) + 2 * CAUSE_NS
+            return []
+
+    monkeypatch.setattr(rank_table, "select", SimpleNamespace(poll=Late, POLLIN=1, POLLOUT=4))
+    monkeypatch.setattr(rank_table, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
+    effect = Rank(0, code=LOST_PEER, when=0)
+    table = RankTable([effect, Rank(1)], Printer(2), lambda _: {})
+    failure = FailureReport(table, KvStore(), several=False)
+    table.wait([], KvStore(), 0.1)
+    assert not failure.reached()
+    now[0] += CAUSE_NS
+    assert failure.reached()
+    assert failure.first is effect
+
+
 BEFORE_INIT = """
 import os, sys
 if os.environ["RINGLET_RANK"] == "1":
