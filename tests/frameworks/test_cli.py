@@ -425,16 +425,20 @@ def test_what_is_started_is_told_as_a_shell_takes_it() -> None:
 @pytest.mark.parametrize(
     ("code", "did"), [(1, "failed first"), (LOST_PEER, "noticed it first")], ids=["failed", "lost"]
 )
-def test_the_rank_that_failed_first_has_the_last_word(code: int, did: str) -> None:
-    # Rank 1 fails; rank 0 prints after that, so that what rank 1 said has to be looked for.
+def test_the_rank_that_failed_first_has_the_last_word(code: int, did: str, tmp_path: Path) -> None:
+    # Rank 1 fails; rank 0 prints after that, so that what rank 1 said has to be looked for. Rank 1
+    # waits for rank 0, which would end by the signal before, and takes it whenever it comes.
     program = (
         "import os, sys, signal, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
         "if os.environ['RINGLET_RANK'] == '1':\n"
+        "    while not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
         f"    print('the cause', file=sys.stderr, flush=True); os._exit({code})\n"
-        "signal.pause(); print('much later', flush=True)"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "signal.sigwait([signal.SIGTERM]); print('much later', flush=True)"
     )
     run = [SCRIPT, "run", "--gloo", "-np", "2", sys.executable, "-c", program]
+    run.append(str(tmp_path / "ready"))
     ended = subprocess.run(run, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == code
     assert "much later" in ended.stdout
