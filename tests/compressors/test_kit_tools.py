@@ -2,9 +2,12 @@
 
 import importlib
 import os
+import select
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -227,6 +230,14 @@ def test_another_process_tells_what_went_wrong(other):
         ask(other, divmod, 1, 0)
 
 
+def until(condition):
+    """Wait for ``condition`` to hold."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def endless(told):
     Path(told).write_text(str(os.getpid()))
     while True:
@@ -236,17 +247,28 @@ def endless(told):
 def test_what_gives_no_answer_is_ended_wherever_it_runs(monkeypatch, tmp_path):
     process, told = OtherProcess(), tmp_path / "pid"
     assert ask(process, printed) == 7
+
+    def once_begun(*waiting):  # however long it takes to begin
+        until(lambda: told.exists() and told.read_text())
+        return select.select(*waiting)
+
     monkeypatch.setattr(other_process, "_PATIENCE", 1.0)
+    monkeypatch.setattr(other_process, "select", SimpleNamespace(select=once_begun))
     with pytest.raises(AssertionError, match="gave no answer in 1 s"):
         ask(process, endless, str(told))
     line = Path(f"/proc/{told.read_text()}/cmdline")  # empty once the process has ended
-    end = time.monotonic() + 30
-    while line.exists() and line.read_bytes():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not (line.exists() and line.read_bytes()))
     monkeypatch.undo()
     assert ask(process, printed) == 7
     process._close()
+
+
+def ends_by_itself(process):
+    """Return the code of the child's end, once its input has ended."""
+    child = process._child
+    child.communicate(timeout=60)  # who closes a process kills a child that takes long
+    process._close()
+    return child.returncode
 
 
 def test_a_child_that_is_gone_is_started_anew():
@@ -256,9 +278,7 @@ def test_a_child_that_is_gone_is_started_anew():
     child.kill()
     child.wait()
     assert ask(process, printed) == 7
-    child = process._child
-    process._close()
-    assert child.returncode == 0
+    assert ends_by_itself(process) == 0
 
 
 def test_a_child_that_has_begun_is_the_one_that_answers():
@@ -269,8 +289,7 @@ def test_a_child_that_has_begun_is_the_one_that_answers():
     process.begin()
     assert ask(process, printed) == 7
     assert process._child is child
-    process._close()
-    assert child.returncode == 0
+    assert ends_by_itself(process) == 0
 
 
 def test_clocks_go_on_an_hour_later_and_come_back():
@@ -294,10 +313,18 @@ def check_endlessly(found):
 
 
 def test_what_does_not_end_is_given_up_and_says_where(monkeypatch):
+    found = []
+
+    class OnceBegun(threading.Timer):
+        def run(self):
+            until(lambda: found)
+            super().run()
+
+    monkeypatch.setattr(threading, "Timer", OnceBegun)
     monkeypatch.setattr(named_check, "_PATIENCE", 0.05)
     check = named_check.Named(check_endlessly, resolve=lambda found: found)
     with pytest.raises(CheckFailed) as failure:
-        check([])
+        check(found)
     told = str(failure.value)
     assert "it does not come to an end (test_kit_tools.py, line" in told
     assert "try equal values, zeros, NaN and Inf" in told
@@ -312,11 +339,12 @@ def check_quickly(plugin):
 
 def test_checks_that_took_long_are_named_behind_the_time_of_all(monkeypatch, capsys):
     checks = [named_check.Named(check_quickly, resolve=str)]
-    assert check_command.report("x", checks) == 0
-    assert capsys.readouterr().out.endswith(" s: 1 of 1 checks passed\n")
-    monkeypatch.setattr(check_command, "_SLOW", -1.0)
-    assert check_command.report("x", checks) == 0
-    assert capsys.readouterr().out.endswith(" s (quickly 0 s): 1 of 1 checks passed\n")
+    for seconds, told in ((30.0, "30.0 s"), (31.0, "31.0 s (quickly 31 s)")):
+        now = iter([100.0, *[100.0 + seconds] * 3])
+        clock = SimpleNamespace(perf_counter=lambda now=now: next(now))
+        monkeypatch.setattr(check_command, "time", clock)
+        assert check_command.report("x", checks) == 0
+        assert capsys.readouterr().out.endswith(f"\n{told}: 1 of 1 checks passed\n")
 
 
 def check_of_what_exits(status):
@@ -381,7 +409,19 @@ def test_what_a_plugin_forks_ends_as_ever():
     named_check.Named(check_of_what_forks, resolve=lambda status: status)(7)
 
 
-def test_what_ends_in_time_is_not_given_up():
-    with given_up_after(0.05):
+def test_what_ends_in_time_is_not_given_up(monkeypatch):
+    timers = []
+
+    class Noted(threading.Timer):
+        def start(self):
+            timers.append(self)
+            super().start()
+
+    monkeypatch.setattr(threading, "Timer", Noted)
+    with given_up_after(3600.0):
         pass
-    time.sleep(0.1)
+    (timer,) = timers
+    assert timer.finished.is_set()  # it was cancelled
+    timer.function()  # as where that came too late
+    for _ in range(100):
+        pass
