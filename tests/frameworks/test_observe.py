@@ -12,6 +12,7 @@ import types
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from ringlet.fusion.extensions import ENGINE_THREAD
 from ringlet.fusion.observe import probe
 from ringlet.job.observation import start_timeline, stop_timeline, timeline_span
 from ringlet.metrics import prometheus, switches
-from ringlet.metrics.prometheus import EVERY, MOST, Prometheus, Server, serve
+from ringlet.metrics.prometheus import EVERY, MOST, PAUSE, Prometheus, Server, serve
 from ringlet.observe import start_metrics, step_skipped
 from ringlet.report.charts import scale
 from ringlet.report.summary import (
@@ -364,16 +365,22 @@ def test_strangers_who_hold_connections_take_no_more_than_some(address):
 def test_without_a_descriptor_the_server_waits_for_one_in_peace(monkeypatch):
     pytest.importorskip("prometheus_client")
     tries, once = [], Server.get_request
-    monkeypatch.setattr(Server, "get_request", lambda self: (tries.append(0), once(self))[1])
+
+    def noted(self):
+        tries.append(time.monotonic())
+        return once(self)
+
+    monkeypatch.setattr(Server, "get_request", noted)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as scraper, contextlib.closing(serve("127.0.0.1:0", 0, 0)) as sink:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # those that are open stay
         try:
             scraper.connect(sink._server.server_address[:2])
-            time.sleep(0.55)
+            while len(tries) < 4:
+                time.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        assert 1 <= len(tries) <= 8
+        assert min(later - one for one, later in pairwise(tries[:4])) >= PAUSE
         scraper.settimeout(60)
         scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert scraper.recv(12, socket.MSG_WAITALL) == b"HTTP/1.0 200"
