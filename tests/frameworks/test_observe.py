@@ -409,16 +409,17 @@ def test_a_start_that_fails_leaves_nothing_open(tmp_path):
     pytest.importorskip("prometheus_client")
     pytest.importorskip("tensorboard")
     (tmp_path / "file").touch()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{probe.getsockname()[1]}"
 
     def body(rank):
         for _ in range(2):  # by the second time the port would be in use
             with pytest.raises(NotADirectoryError, match="let RINGLET_TENSORBOARD name"):
                 start_metrics(prometheus=where, tensorboard=tmp_path / "file" / "board")
 
-    ranks(1, body)
+    with socket.socket() as held:  # no other process gets its port, but who shares it may listen
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{held.getsockname()[1]}"
+        ranks(1, body)
 
 
 def test_a_stranger_who_says_much_is_hung_up_on():
