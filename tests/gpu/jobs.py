@@ -1,12 +1,13 @@
 """Jobs of several ranks that share one GPU."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
+
+from ringlet.ring.processes.torchrun import free_port
 
 GRACE = 20  # seconds for the other ranks to end once one has failed
 TOLD = 6000  # last characters of each rank
@@ -17,9 +18,7 @@ def run_ranks(worker, size, timeout=180):
 
     Where ranks fail, or do not end in time, what each of them said is told.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(size)]
         ranks = []
