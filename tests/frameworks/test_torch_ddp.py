@@ -928,7 +928,8 @@ def case_who_waits_for_ranks_without_a_hook_says_so():
                 told.with_suffix(".part").rename(told)
 
     handler = Telling()
-    logging.getLogger("ringlet").addHandler(handler)
+    if hvd.rank() == 0:  # rank 1 may have to wait as long, for a machine that is busy
+        logging.getLogger("ringlet").addHandler(handler)
     with mock.patch.dict(os.environ, {"RINGLET_STALL_CHECK_TIME_SECONDS": "0.2"}):
         if hvd.rank() == 1:
             deadline = time.monotonic() + 60
