@@ -230,13 +230,14 @@ def test_dense_steps_keep_their_momentum(spec):
 @given(n=st.integers(1, 300), seed=seeds, ratio=st.sampled_from([0.01, 0.1, 0.5]))
 @settings(max_examples=20)
 def test_masking_forgets_what_was_sent(n, seed, ratio):
-    compressor, state = TopK(ratio) | parse("momentum_correction"), {}
+    compressor, state = TopK(ratio) | parse("momentum_correction"), {"u": np.zeros(n, np.float32)}
     for step in range(6):
-        ctx = context(n, state, step=step)
-        sent = decode(compressor, encode(compressor, normal(seed + step, n), ctx), ctx) != 0
+        x, ctx = normal(seed + step, n), context(n, state, step=step)
+        velocity = np.float32(0.9) * state["u"] + x  # once in a while that is zero
+        sent = decode(compressor, encode(compressor, x, ctx), ctx) != 0
         assert not state["u"][sent].any()
         assert not state["v"][sent].any()
-        assert state["u"][~sent].all()
+        np.testing.assert_allclose(state["u"][~sent], velocity[~sent], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("inner", ["topk(ratio=0.05)", "int4", "fp8", "topk(ratio=0.1) | int8"])
