@@ -46,11 +46,14 @@ def test_a_program_is_forked_and_finds_what_it_would_find(tmp_path):
 
 
 def test_what_does_not_end_in_time_is_told():
-    inner = "import sys; sys.stdin.read()"
+    inner = "import sys; print('up', flush=True); sys.stdin.read()"
     code = f"import sys, subprocess as s; s.Popen([sys.executable, '-c', {inner!r}], stdin=s.PIPE)"
     code += ".wait()"
-    with pytest.raises(subprocess.TimeoutExpired) as raised:
-        subprocess.run([sys.executable, "-c", code], timeout=5)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"up\n"  # both run, however long that takes
+        with pytest.raises(subprocess.TimeoutExpired) as raised:
+            process.communicate(timeout=0.1)
+        process.kill()
     (note,) = raised.value.__notes__
     first, *processes = note.splitlines()
     assert first.startswith("Load: ")
