@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
 import re
 import sys
 import traceback
@@ -11,6 +11,7 @@ from functools import cache
 from types import ModuleType
 
 import cloudpickle
+import hang_watch
 import pytest
 import told_warnings
 import torch_group
@@ -21,7 +22,7 @@ Case = Callable[[], None]
 RunCase = Callable[[Case, str, int], None]
 
 # Ranks do not find what tests import.
-for module in (sys.modules[__name__], told_warnings, torch_group):
+for module in (sys.modules[__name__], hang_watch, told_warnings, torch_group):
     cloudpickle.register_pickle_by_value(module)
 
 
@@ -39,15 +40,13 @@ def outcomes(cases: list[Case], watched: bool = True) -> dict[str, str]:
     told: dict[str, str] = {}
     for case in cases:
         torch.manual_seed(hvd.rank())
-        if watched:
-            faulthandler.dump_traceback_later(60, exit=True)
-        try:
-            case()
-            told[case.__name__] = ""
-        except BaseException:  # pytest's own failures are no Exceptions
-            told[case.__name__] = traceback.format_exc()
-        hvd.barrier()
-    faulthandler.cancel_dump_traceback_later()
+        with hang_watch.ended_after(60) if watched else contextlib.nullcontext():
+            try:
+                case()
+                told[case.__name__] = ""
+            except BaseException:  # pytest's own failures are no Exceptions
+                told[case.__name__] = traceback.format_exc()
+            hvd.barrier()
     hvd.shutdown()
     return told
 

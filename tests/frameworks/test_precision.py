@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import faulthandler
 import io
 import pickle
 import runpy
@@ -16,6 +15,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from hang_watch import ended_after
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
@@ -407,43 +407,47 @@ def remembered(state):
     return found
 
 
+def skip_steps_with(spec, numbers):
+    """Train with one compressor, with an overflow on the rank and in the steps that are drawn."""
+    precision = numbers.choice(["fp16(init=64)", "fp16(static=256)", "amp_fp16(init=64)"])
+    torch.manual_seed(0)
+    model = hvd.apply_precision(torch.nn.Linear(32, 40), precision)
+    optimizer = wrapped(model, precision, {"*": spec}, lr=0.01)
+    rank, skipped = int(numbers.integers(hvd.size())), 0
+    bad = set(numbers.choice(5, 2, replace=False).tolist())
+    for step in range(5):
+        before = [p.detach().clone() for p in model.parameters()]
+        scale = optimizer.loss_scale
+        held = {n: remembered(s) for n, s in optimizer._ringlet.memory.states.items()}
+        train(model, optimizer, 1, step, {(step, rank)} if step in bad else ())
+        skipped += step in bad
+        assert optimizer.skipped_steps == skipped, (spec, step)
+        same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(same) == (step in bad), (spec, step)
+        if step not in bad:
+            continue
+        factor = 1.0 if "static" in precision else 0.5
+        assert optimizer.loss_scale == factor * scale, spec
+        for name, state in optimizer._ringlet.memory.states.items():
+            now = remembered(state)
+            assert now.keys() == held[name].keys(), (spec, name)
+            for place, array in now.items():
+                wanted = held[name][place]
+                assert place[-1] in IN_UNITS_OF_THE_SCALE | {"left", "right"}, (spec, place)
+                if place[-1] in IN_UNITS_OF_THE_SCALE:
+                    wanted = wanted * np.float32(factor)
+                assert np.array_equal(array, wanted), (spec, name, place)
+    assert hvd.replicas_equal(model.state_dict()), spec
+
+
 def skip_steps(specs):
     """Train with each compressor, with an overflow on one rank in some steps; return how many."""
     torch.set_num_threads(1)
     hvd.init()
     numbers = np.random.default_rng(7)  # the same on every rank
     for spec in specs:
-        faulthandler.dump_traceback_later(60, exit=True)  # for each: kernels may have to compile
-        precision = numbers.choice(["fp16(init=64)", "fp16(static=256)", "amp_fp16(init=64)"])
-        torch.manual_seed(0)
-        model = hvd.apply_precision(torch.nn.Linear(32, 40), precision)
-        optimizer = wrapped(model, precision, {"*": spec}, lr=0.01)
-        rank, skipped = int(numbers.integers(hvd.size())), 0
-        bad = set(numbers.choice(5, 2, replace=False).tolist())
-        for step in range(5):
-            before = [p.detach().clone() for p in model.parameters()]
-            scale = optimizer.loss_scale
-            held = {n: remembered(s) for n, s in optimizer._ringlet.memory.states.items()}
-            train(model, optimizer, 1, step, {(step, rank)} if step in bad else ())
-            skipped += step in bad
-            assert optimizer.skipped_steps == skipped, (spec, step)
-            same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-            assert all(same) == (step in bad), (spec, step)
-            if step not in bad:
-                continue
-            factor = 1.0 if "static" in precision else 0.5
-            assert optimizer.loss_scale == factor * scale, spec
-            for name, state in optimizer._ringlet.memory.states.items():
-                now = remembered(state)
-                assert now.keys() == held[name].keys(), (spec, name)
-                for place, array in now.items():
-                    wanted = held[name][place]
-                    assert place[-1] in IN_UNITS_OF_THE_SCALE | {"left", "right"}, (spec, place)
-                    if place[-1] in IN_UNITS_OF_THE_SCALE:
-                        wanted = wanted * np.float32(factor)
-                    assert np.array_equal(array, wanted), (spec, name, place)
-        assert hvd.replicas_equal(model.state_dict()), spec
-    faulthandler.cancel_dump_traceback_later()
+        with ended_after(60):  # for each: kernels may have to compile
+            skip_steps_with(spec, numbers)
     hvd.shutdown()
     return len(specs)
 
