@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 from ringlet.ring.addresses import listen, own_address, split_port, with_port
 from ringlet.ring.communicator import Communicator
@@ -23,6 +24,7 @@ PATIENCE = 15.0  # seconds that the other end may take for a step
 STRANGER = 3.0  # seconds in which it has to prove itself
 PINGS = 31
 CHUNK = 1 << 18
+PIECES = 32  # of what arrives, each timed by itself
 _TOLD = struct.Struct("!Qd")
 
 
@@ -137,18 +139,30 @@ def _answer(listener: socket.socket, key: bytes) -> None:
             for _ in range(PINGS):
                 sock.sendall(receive(sock, 1, time.monotonic() + PATIENCE))
             # What arrives in the beginning fills buffers on the way: it is not counted.
-            received, begin, last = 0, 0.0, 0.0
+            marks, last = [(0, 0.0)], 0.0  # bytes that are counted, and when they were there
             first = len(sock.recv(CHUNK))
             warm, opened = first, time.perf_counter()
             while data := sock.recv(CHUNK):
                 last = time.perf_counter()
                 if warm < 4 * CHUNK:
-                    warm, begin = warm + len(data), last
+                    warm, marks = warm + len(data), [(0, last)]
                 else:
-                    received += len(data)
-            if not received:  # a link so slow that no more came
-                received, begin = warm - first, opened
-            told = _TOLD.pack(received, last - begin)
-            sock.sendall(Outgoing(keys.sending).frame(0, told))
+                    marks.append((marks[-1][0] + len(data), last))
+            if len(marks) == 1:  # a link so slow that no more came
+                marks = [(0, opened), (warm - first, last)]
+            sock.sendall(Outgoing(keys.sending).frame(0, _TOLD.pack(*_steady(marks))))
             return
     raise TimeoutError("timed out")
+
+
+def _steady(marks: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Return how many bytes came, and in how many seconds they do as fast as most of them did.
+
+    One of the two processes may have stood still for a part of the time, on a machine that is busy.
+    """
+    (_, begin), (received, end) = marks[0], marks[-1]
+    edges = marks[:: max(1, len(marks) // PIECES)]
+    if len(edges) <= PIECES // 2:
+        return received, end - begin
+    rates = [(b - a) / max(till - since, 1e-9) for (a, since), (b, till) in pairwise(edges)]
+    return received, received / statistics.median(rates)

@@ -136,6 +136,19 @@ def test_a_link_that_cannot_be_measured_is_an_error_on_every_rank(hosts, monkeyp
     assert len(set(run_local(refused, 2))) == 1
 
 
+@pytest.mark.parametrize("waiting", [None, 0, 80])
+def test_a_process_that_stands_still_for_a_while_makes_no_link_slow(waiting):
+    """What has come while the receiver stood is there at once; where the sender stood, nothing."""
+    gaps = [0.005] * 200
+    if waiting is not None:
+        gaps[50:51] = [0.4, *[1e-5] * waiting]
+        del gaps[200:]
+    times = [5.0, *(5.0 + np.cumsum(gaps)).tolist()]
+    received, seconds = links_module._steady([(1000 * i, now) for i, now in enumerate(times)])
+    assert received == 200_000
+    assert received / seconds == pytest.approx(200_000, rel=0.05)
+
+
 def test_rank_0_says_whether_to_measure(hosts, monkeypatch):
     hosts("ab")
     monkeypatch.setattr(link_settings, "_SECONDS", (0.02,))
