@@ -765,11 +765,12 @@ def case_init_on_some_ranks_only():
 
 
 def declared_after(count):
-    """Return how many groups the engine knows, at the latest when they are ``count``."""
+    """Return how many groups engines know at most, at the latest when they are ``count``."""
     for _ in range(100):
         gc.collect()
         hvd.barrier()  # a release travels like any message: one that all have sent is there soon
-        if (known := len(current().engine._worker._groups)) <= count:
+        known = max(hvd.allgather_object(len(current().engine._worker._groups)))
+        if known <= count:  # which all ranks see at once: none waits for others in a barrier
             break
     return known
 

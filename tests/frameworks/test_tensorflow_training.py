@@ -1217,12 +1217,13 @@ def case_passes_of_v1_end_with_what_is_restored():
 
 
 def declared_after(count):
-    """Return how many groups the engine knows, once they are ``count`` or become no fewer."""
+    """Return how many groups engines know at most, once they are ``count`` or become no fewer."""
     known, same = 1 << 30, 0
     while known > count and same < 10:
         gc.collect()
         hvd.barrier()  # a release travels like any message: one that all have sent is there soon
-        last, known = known, len(current().engine._worker._groups)
+        # All ranks see the same, so that none waits for others in a barrier.
+        last, known = known, max(hvd.allgather_object(len(current().engine._worker._groups)))
         same = same + 1 if known == last else 0
     return known
 
