@@ -134,9 +134,11 @@ def test_what_there_is_no_time_for_is_told(tmp_path):
 
 def test_ranks_of_a_job_that_fails_are_all_heard(tmp_path, monkeypatch):
     worker = tmp_path / "worker.py"
+    os.mkfifo(tmp_path / "pipe")
     worker.write_text(
         "import os, sys, threading\n"
         "print('rank', os.environ['RANK'], 'is here', flush=True)\n"
+        f"open({str(tmp_path / 'pipe')!r}, 'w' if os.environ['RANK'] == '0' else 'r')\n"  # both are
         "threading.Event().wait() if os.environ['RANK'] == '0' else sys.exit('it broke')\n"
     )
     monkeypatch.setattr(jobs, "GRACE", 1)
