@@ -33,6 +33,7 @@ from ringlet.ring.errors import MORE_THREADS, LaunchError, PeerLost, RingError, 
 from ringlet.ring.log import level_from, show
 from ringlet.ring.rendezvous.connect import connect
 from ringlet.ring.rendezvous.epochs import is_elastic, note_lost, tell_met, told_specs
+from ringlet.ring.rendezvous.exit_hooks import tell_exit
 from ringlet.ring.transports.gpu import GpuCommunicator
 from ringlet.ring.transports.local import LocalCommunicator, this_thread
 from ringlet.ring.variables import check, unknown
@@ -272,6 +273,8 @@ def init(
     else:
         _process = runtime
         atexit.register(runtime.close)
+        atexit.unregister(tell_exit)
+        atexit.register(tell_exit)  # which runs before
         if comm is None and runtime.size > 1:
             mark_rank()
     try:

@@ -57,6 +57,16 @@ def ended_by() -> BaseException | None:
     return _latest.failed or (SystemExit(_latest.asked) if _latest.exits() else None)
 
 
+def tell_exit() -> None:
+    """Tell the launcher with which code this process exits, if with one that is known by now.
+
+    To be called at exit, before the other ranks lose this one: they ask for its end, and it may
+    take long until this rank comes to tell of that as the last thing that it does.
+    """
+    if _latest is not None:
+        _latest.tell_exit()
+
+
 def _exit(status: Any = None, /) -> NoReturn:
     """Do as the builtins ``exit`` and ``quit``, which raise SystemExit by themselves."""
     sys.exit(status)
@@ -135,6 +145,11 @@ class _Leaving:
         if self.must_leave():
             flush_standard_streams()
             os._exit(self.code())
+
+    def tell_exit(self) -> None:
+        """Tell the launcher of the code that the program exits with. What failed was told of."""
+        if self.failed is None and self.exits() and os.getpid() == self._rank and not self._always:
+            tell_leaving(self.asked, os.environ)
 
     def exits(self) -> bool:
         """Whether the program ends by a SystemExit with a code, as far as is known at exit."""

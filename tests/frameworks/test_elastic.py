@@ -568,7 +568,7 @@ def test_a_newcomer_loads_what_it_can(monkeypatch, caplog):
 # Its interpreter takes longer to end than a rank that others lost has to come forward.
 ENDS_LATE = """
 import atexit, sys, time
-atexit.register(time.sleep, 2.5)
+{}
 import torch, ringlet.torch as hvd
 hvd.init()
 state = hvd.elastic.TorchState(step=0)
@@ -584,9 +584,21 @@ train(state)
 """
 
 
+LATE = {
+    "in the end": "atexit.register(time.sleep, 2.5)",
+    "once the others have lost it": """
+from ringlet.ring.rendezvous.exit_hooks import _Leaving
+leave = _Leaving.leave
+_Leaving.leave = lambda self: (time.sleep(2), leave(self))
+""",
+}
+
+
+@pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize(("how", "code"), [("raise ValueError('mine')", 1), ("sys.exit(3)", 3)])
-def test_a_rank_that_an_error_ends_slowly_is_no_lost_one(how, code):
-    done, _ = job(["-np", "2", "--min-np", "2"], {}, worker=["-c", ENDS_LATE.format(how)])
+def test_a_rank_that_an_error_ends_slowly_is_no_lost_one(how, code, late):
+    program = ENDS_LATE.format(LATE[late], how)
+    done, _ = job(["-np", "2", "--min-np", "2"], {}, worker=["-c", program])
     assert done.returncode == code, done.stderr
     said = f"rank 1 on localhost exited with code {code}; ending the other ranks\n"
     assert said in done.stderr
