@@ -147,6 +147,8 @@ CAUGHT = {
         "RankPlusStep": "noise_is_drawn_anew",
         "RankModuloEight": "noise_is_drawn_anew",
         "RoomForEight": "many_ranks",
+        "TriesInTime": "deterministic",
+        "TriesInItsOwnTime": "deterministic",
     },
     "edges": {
         "EmptyInput": "every_length",

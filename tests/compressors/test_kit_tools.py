@@ -302,6 +302,18 @@ def test_clocks_go_on_an_hour_later_and_come_back():
     assert (time.time, time.time_ns, time.perf_counter, time.perf_counter_ns) == clocks
 
 
+def test_time_passes_between_a_plugins_looks_at_a_clock_and_nobody_elses():
+    clocks = time.monotonic, time.perf_counter_ns
+    with other_time.slowly(3600):
+        looks = [time.monotonic() for _ in range(3)]
+        ns = [time.perf_counter_ns() for _ in range(2)]
+        with given_up_after(60):  # Python's own timer
+            pass
+    assert 7200 <= looks[2] - looks[0] < 7260
+    assert 3600 * 10**9 <= ns[1] - ns[0] < 3660 * 10**9
+    assert (time.monotonic, time.perf_counter_ns) == clocks
+
+
 def check_endlessly(found):
     """Why.
 

@@ -26,7 +26,7 @@ from ringlet.compressors.testing.tools.inputs import (
     vectors,
 )
 from ringlet.compressors.testing.tools.named_check import PURE, SOUND, needs
-from ringlet.compressors.testing.tools.other_time import abroad, later
+from ringlet.compressors.testing.tools.other_time import abroad, later, slowly
 from ringlet.compressors.testing.tools.plugin_code import uses, words_beside
 from ringlet.compressors.testing.tools.simulate import (
     Overflow,
@@ -402,7 +402,8 @@ def check_deterministic(compressor: Compressor) -> None:
     remembered anywhere but in ctx.state.
 
     Draw from ctx.rng(), or ctx.uniform(n), and use neither NumPy's nor Python's own generators nor
-    the time. Keep what is remembered in ctx.state, not in a global, on the class or on self.
+    the time: what is to end in time goes by a number of rounds. Keep what is remembered in
+    ctx.state, not in a global, on the class or on self.
     """
     x, other = gaussian(3000, 1), gaussian(500, 2)
 
@@ -415,8 +416,8 @@ def check_deterministic(compressor: Compressor) -> None:
         return [out for outs in steps for out in outs]
 
     first = result(1)
-    for hours in _HOURS:  # ranks may be in other time zones
-        with later(100_001), abroad(hours):
+    for hours in _HOURS:  # ranks may be in other time zones, and on slower machines
+        with later(100_001), abroad(hours), slowly(hours):
             second = result(hours)
         assert all(map(same, first, second)), (
             "the same gradients, states and steps gave different results"

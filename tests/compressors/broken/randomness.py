@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from broken.right import CELL, Cells, Compressor, Folded, Largest, Traits
+from broken.right import CELL, Cells, Compressor, Folded, Largest, Traits, Whole
 
 _GENERATOR = np.random.default_rng(0)
 OMEGA = Traits(fixed_size=True, granularity=CELL, omega=0.01)
@@ -203,6 +203,35 @@ class RankModuloEight(Stochastic):
 
     def noise(self, n, ctx):
         return replace(ctx, rank=ctx.rank % 8).uniform(n)
+
+
+class TriesInTime(Whole):
+    """Cuts off what is largest if that loses less, and tries how much until a second is over."""
+
+    clock = staticmethod(lambda: time.monotonic())
+
+    def compress(self, x, ctx):
+        until = self.clock() + 1
+        found = super().compress(x, ctx)
+        for part in (0.99, 0.98, 0.97, 0.96):
+            if self.clock() > until:
+                break
+            step = found["step"] * np.float32(part)
+            with np.errstate(all="ignore"):
+                codes = np.rint(x / step).clip(-127, 127)
+                lost, before = (
+                    float(((c * s - x).astype(np.float64) ** 2).sum())
+                    for c, s in ((codes, step), (found["codes"], found["step"]))
+                )
+            if lost < before:
+                return {"codes": codes.astype("int8"), "step": step}
+        return found
+
+
+class TriesInItsOwnTime(TriesInTime):
+    """Counts the time that this process has worked."""
+
+    clock = staticmethod(lambda: time.process_time())
 
 
 class RoomForEight(Compressor):
