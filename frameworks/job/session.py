@@ -273,7 +273,6 @@ def init(
     else:
         _process = runtime
         atexit.register(runtime.close)
-        atexit.unregister(tell_exit)
         atexit.register(tell_exit)  # which runs before
         if comm is None and runtime.size > 1:
             mark_rank()
@@ -356,6 +355,7 @@ def shutdown() -> None:
         _thread.runtime = None
     else:
         atexit.unregister(runtime.close)
+        atexit.unregister(tell_exit)
         _process = None
         unmark_rank()
 
