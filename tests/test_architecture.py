@@ -26,10 +26,10 @@ FLOORS = {
         kernels/cuda/sparsifiers kernels/cuda/lowrank kernels/cuda/modifiers
         base specs dense quantizers sparsifiers lowrank modifiers states adaptive
         testing/tools testing/checks testing""",
-    "ring": """errors process_owner log collector callers variables dtypes arguments communicator
-        safe_files jit float16 rank_order interrupt addresses descriptors wire transports pipeline
-        control collectives cost rendezvous hosts processes launch placed elastic functions
-        command""",
+    "ring": """errors process_owner log collector awake_clock callers variables dtypes arguments
+        communicator safe_files jit float16 rank_order interrupt addresses descriptors wire
+        transports pipeline control collectives cost rendezvous hosts processes launch placed
+        elastic functions command""",
     "fusion": """errors limits devices requests planning codecs recording peers exchanges
         buckets negotiation queue encoding_queue worker extensions observe autotune lifetime
         background_loop engine""",

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
+from ringlet.ring.awake_clock import LOOK, AwakeClock
 from ringlet.ring.control import pulse
 from ringlet.ring.descriptors import (
     flush_standard_streams,
@@ -92,7 +93,7 @@ class ElasticOutcome:
 
 @dataclass
 class _Attended:
-    """What the launcher keeps of a member; times are monotonic seconds."""
+    """What the launcher keeps of a member; times are by its clock."""
 
     started: StartedMember | None = None  # None once it has ended
     start_by: float | None = None  # when it has to have reported
@@ -133,7 +134,8 @@ class Driver:
         self._rules, self._discovery = rules, discovery
         self._engine = None if isinstance(discovery, Discovery) else discovery
         patience = self._reach.start_timeout
-        self._membership = Membership(rules, time.monotonic(), start_timeout=patience)
+        self._clock = AwakeClock()  # members may have stood still where this process did
+        self._membership = Membership(rules, self._clock.now(), start_timeout=patience)
         self.kv_store = KvStore()
         self._changes = 0
         self._held_back = HeldBack(self.kv_store)
@@ -172,7 +174,7 @@ class Driver:
             if verbose:
                 printer.note(self._started(hosts))
             self._open(hosts, parcels, stack)
-            now = time.monotonic()
+            now = self._clock.now()
             self._membership.hosts_found(hosts, now)
             self._obey(self._membership.decide(now), now)
             while self._over is None or printer.pending or not self._rank_table.done:
@@ -218,7 +220,7 @@ class Driver:
         self._listener = start.listen_for_wrappers(0, own, secret)
         stack.enter_context(contextlib.closing(self._listener))
         self.key = leave_parcels(self.kv_store, self._listener.secret, parcels)
-        self._rank_table = RankTable([], self._printer, self._task, place=b"{}")
+        self._rank_table = RankTable([], self._printer, self._task, None, b"{}", self._clock)
         self._signs = SignsOfLife(self._membership, self._rank_table, self._silence)
         self.kv_store.leave(epochs.CHANGES, b"0")
         self.kv_store.leave(epochs.SPECS, b"null")
@@ -254,9 +256,9 @@ class Driver:
 
         Raises LaunchError when there are none within the rules' timeout.
         """
-        limit = time.monotonic() + self._rules.timeout
+        limit = self._clock.now() + self._rules.timeout
         while True:
-            now = time.monotonic()
+            now = self._clock.now()
             hosts, complaint = self._discovery.look(now)
             if complaint:
                 self._printer.note(complaint)
@@ -271,6 +273,7 @@ class Driver:
             wait = min(self._discovery.patience(now) or 0.0, limit - now)
             poll = select.poll()  # which takes descriptors above 1023, too
             poll.register(self._signals, select.POLLIN)
+            self._clock.sleep(wait)
             if poll.poll(1000 * wait):
                 self._forwarded += self._signals.arrived()
             if self._forwarded:
@@ -306,7 +309,7 @@ class Driver:
 
     def _step(self) -> None:
         self._take_what_came(self._wait())
-        now = time.monotonic()
+        now = self._clock.now()
         self._look_at_members(now)
         if self._over is None:
             self._decide(now)
@@ -365,18 +368,21 @@ class Driver:
 
     def _wait(self) -> set[int]:
         sources = [self._signals.fileno(), self._noise.fileno(), *self._listener.sources()]
-        now = time.monotonic()
+        now = self._clock.now()
         attended = self._attended.values()
         starting = [each.start_by for each in attended if each.start_by is not None]
         killed = [each.kill_at for each in attended if each.kill_at is not None]
-        times = [self._listener.patience(), *(max(0.0, at - now) for at in starting + killed)]
-        if self._over is None:
-            times += [self._discovery.patience(now), self._membership.patience(now)]
-            times.append(self._signs.patience(now))
+        times: list[float | None] = [max(0.0, at - now) for at in starting + killed]
         if starting:
             times.append(0.1)  # whether what was started still runs
         if self._end_at is not None:
             times.append(max(0.05, self._end_at - now))
+        if self._over is None:
+            times += [self._membership.patience(now), self._signs.patience(now)]
+        times = [time if time is None else min(time, LOOK) for time in times]
+        times.append(self._listener.patience())
+        if self._over is None:
+            times.append(self._discovery.patience(now))
         seconds = min((time for time in times if time is not None), default=None)
         return self._rank_table.wait(sources, self.kv_store, seconds)
 
@@ -498,7 +504,7 @@ class Driver:
 
         Ranks may be saving: how long that takes, and how the job ends, is theirs.
         """
-        now = time.monotonic()
+        now = self._clock.now()
         code, reason = 128 + number, _ended_by(number)
         if number == signal.SIGINT and number in self._forwarded:
             self._printer.mute()

@@ -39,7 +39,7 @@ class Helpers:
 
     def start(self, managed: bool, listener: Listener, remote_env: Mapping[str, str]) -> None:
         """Start them all; what the arguments are, ``bring_up`` says. Raises LaunchError."""
-        self._limit = time.monotonic() + self._site.reach.start_timeout
+        self._limit = self._rank_table.clock.now() + self._site.reach.start_timeout
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         self.noise = os.fdopen(reader, "rb", buffering=0)
@@ -63,7 +63,7 @@ class Helpers:
         if not missing:
             return
         gone = hopeless(self.started, missing)
-        if gone or time.monotonic() >= self._limit:
+        if gone or self._rank_table.clock.now() >= self._limit:
             said, ranks = self._heard(), self._rank_table.ranks
             raise LaunchError(complaint(self._site, ranks, self.started, missing, gone, said))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringlet.ring.awake_clock import LOOK
 from ringlet.ring.descriptors import (
     flush_standard_streams,
     hold_standard_descriptors,
@@ -193,7 +193,7 @@ class Job:
         self._rank_table.serve(ready)
         self.kv_store.serve(ready)
         self._absence.look()
-        self._unanswered.look(time.monotonic())
+        self._unanswered.look(self._rank_table.clock.now())
         self._ending.judge()
         self._helpers.check()
         try:
@@ -205,11 +205,8 @@ class Job:
         sources = [self._signals.fileno(), *self._listener.sources()]
         if self._helpers.noise is not None:
             sources.append(self._helpers.noise.fileno())
-        times = (
-            self._ending.patience(),
-            self._listener.patience(),
-            self._unanswered.patience(time.monotonic()),
-        )
+        asked = self._unanswered.patience(self._rank_table.clock.now())
+        times = self._ending.patience(), self._listener.patience(), asked and min(asked, LOOK)
         seconds = min((time for time in times if time is not None), default=None)
         return self._rank_table.wait(sources, self.kv_store, seconds)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringlet.ring.awake_clock import AwakeClock
 from ringlet.ring.errors import LOST_PEER, ProtocolError
 from ringlet.ring.processes import processes
 from ringlet.ring.processes.output import HIGH, STDERR, STDOUT, Printer
@@ -19,8 +20,8 @@ from ringlet.ring.wire.kv_store import KvStore
 from ringlet.ring.wire.launch_link import Channel, Kind
 from ringlet.ring.wire.listener import Guest
 
-CAUSE_NS = 5_000_000_000  # how long an effect waits for its cause
-LEAVING_NS = 60_000_000_000  # and for one that is known to be on its way out
+CAUSE = 5.0  # seconds that an effect waits for its cause
+LEAVING = 60.0  # and for one that is known to be on its way out
 LONGEST = 3600.0  # seconds of one wait: some say "never" with more than poll takes, 24 days
 
 
@@ -39,14 +40,14 @@ class Rank:
     broken: str = ""  # or was sent away, as what came from it could not be believed: why
     aborted: bool = False  # it has called MPI_Abort
     done: bool = False
-    heard: float = 0.0  # when its wrapper said last that its program runs
+    heard: float = 0.0  # when its wrapper said last that its program runs, by the table's clock
 
 
 class RankTable:
     """All ``ranks`` of a job. ``job`` gives what a rank's wrapper is to run, as a JSON object.
 
     ``pmi`` answers what MPI asks, where it is not another process manager that does. ``place`` is
-    what ranks begin with; None: what rank 0's wrapper says.
+    what ranks begin with; None: what rank 0's wrapper says. ``clock`` is that of the loop around.
     """
 
     def __init__(
@@ -56,13 +57,15 @@ class RankTable:
         job: Callable[[int], Mapping[str, Any]],
         pmi: Pmi | None = None,
         place: bytes | None = None,
+        clock: AwakeClock | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self._printer = printer
         self._job = job
         self._pmi = pmi
         self._place = place
-        self._stood = 0  # ns for which this process stood still, since a rank has failed
+        self.clock = clock or AwakeClock()
+        self._failed: float | None = None  # since when it is known that a rank has
 
     @property
     def done(self) -> bool:
@@ -89,8 +92,11 @@ class RankTable:
         running = [rank for rank in self.ranks if rank.code is None]
         if first is None or first.code != LOST_PEER or not running:
             return first
-        patience = LEAVING_NS if any(map(leaves, running)) else CAUSE_NS
-        return first if time.monotonic_ns() - first.when - self._stood > patience else None
+        now = self.clock.now()
+        if self._failed is None:
+            self._failed = now
+        patience = LEAVING if any(map(leaves, running)) else CAUSE
+        return first if now - self._failed > patience else None
 
     def engage(self, guest: Guest) -> bool:
         """Have a wrapper that has just reported run its rank; false if it is not wanted."""
@@ -122,11 +128,8 @@ class RankTable:
         if (output := self._printer.wants) is not None:
             poll.register(output, select.POLLOUT)
         timeout = None if seconds is None else 1000 * min(seconds, LONGEST)
-        began = time.monotonic_ns()
-        ready = {descriptor for descriptor, _ in poll.poll(timeout)}
-        if timeout is not None and any(rank.code for rank in self.ranks):
-            self._stood += max(0, time.monotonic_ns() - began - round(1e6 * timeout))
-        return ready
+        self.clock.sleep(seconds)
+        return {descriptor for descriptor, _ in poll.poll(timeout)}
 
     def serve(self, ready: set[int]) -> None:
         """Take what the ranks whose connections are ``ready`` have sent."""
@@ -167,7 +170,7 @@ class RankTable:
             if self._pmi is not None and rank.number in self._pmi.aborted:
                 rank.code, rank.aborted = self._pmi.aborted[rank.number], True
         elif kind is Kind.ALIVE:
-            rank.heard = time.monotonic()
+            rank.heard = self.clock.now()
         elif kind is Kind.DONE:
             self._finish(rank)
         else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-import time
 
+from ringlet.ring.awake_clock import LOOK
 from ringlet.ring.launch.failure_report import FailureReport
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.processes.output import Printer
@@ -13,7 +13,6 @@ SAVING = 30.0  # seconds for those that a signal asked to end, once another rank
 NOTICE = 2.0  # seconds in which those that lost another rank may raise and leave by themselves
 STUCK = 5.0  # seconds after SIGKILL until a rank that cannot be killed is given up
 SILENT = 5.0  # seconds in which nothing comes from a host until its ranks are not waited for
-LOOK = 0.2  # seconds between two looks whether that is so, or whether time is up
 
 
 class Termination:
@@ -31,10 +30,9 @@ class Termination:
         self.forwarded: list[int] = []
         self.killed = False
         self._rank_table, self._failure, self._printer = rank_table, failure, printer
-        self._grace = grace
+        self._grace, self._clock = grace, rank_table.clock
         self._ask_at: float | None = None
         self._kill_at: float | None = None
-        self._look_at: float | None = None
         self._announced = False
         self._broken = False
 
@@ -68,8 +66,7 @@ class Termination:
 
     def judge(self) -> None:
         """End the other ranks when one has failed, say why, and kill when their time is up."""
-        now = time.monotonic()
-        self._put_off(now)
+        now = self._clock.now()
         if not self._broken and self._failure.reached():
             self._ask_at = self._ask_at or now + (0.0 if self.forwarded else NOTICE)
             self._rank_table.give_up_missing()
@@ -87,7 +84,7 @@ class Termination:
             for rank in self._elsewhere():
                 if rank.channel is not None and rank.channel.silence() >= SILENT:
                     self._rank_table.lose(rank)  # a host that is gone ends nothing
-            if time.monotonic() >= self._kill_at:
+            if self._clock.now() >= self._kill_at:
                 self._say_who_is_killed()
                 self._kill()
 
@@ -108,9 +105,7 @@ class Termination:
         if self._kill_at is not None and self._elsewhere():
             timeout = LOOK
         if next_at is not None:
-            now = time.monotonic()
-            timeout = max(0.01, min(timeout or 1000.0, next_at - now, LOOK))
-            self._look_at = now + timeout
+            timeout = max(0.01, min(timeout or 1000.0, self._clock.left(next_at)))
         return timeout
 
     def code(self) -> int:
@@ -118,15 +113,6 @@ class Termination:
         if self._failure.first is None:
             return 128 + signal.SIGPIPE if self._broken else 0
         return 128 + signal.SIGINT if self.interrupted and self.killed else self._failure.code()
-
-    def _put_off(self, now: float) -> None:
-        """Leave the ranks their time where this process stood still, as they may have as well."""
-        late = 0.0 if self._look_at is None else max(0.0, now - self._look_at)
-        self._look_at = None
-        if self._ask_at is not None:
-            self._ask_at += late
-        if self._kill_at is not None:
-            self._kill_at += late
 
     def _elsewhere(self) -> list[Rank]:
         """Return the ranks on other hosts that have not ended."""
@@ -136,7 +122,7 @@ class Termination:
         if self._kill_at is None:
             if self.forwarded:
                 self._grace = max(self._grace, SAVING)
-            self._kill_at = time.monotonic() + self._grace
+            self._kill_at = self._clock.now() + self._grace
             self._rank_table.give_up_missing()
             if not self.forwarded:  # otherwise they know
                 self._rank_table.signal(signal.SIGTERM, spared=self._failure.first)
@@ -156,6 +142,6 @@ class Termination:
         if self.killed:
             self._rank_table.give_up()  # what SIGKILL does not end, nothing will
         self.killed = True
-        self._kill_at = time.monotonic() + STUCK
+        self._kill_at = self._clock.now() + STUCK
         self._rank_table.give_up_missing()
         self._rank_table.signal(signal.SIGKILL)

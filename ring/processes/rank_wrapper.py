@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringlet.ring.addresses import split_port
+from ringlet.ring.awake_clock import AwakeClock
 from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.hosts.interfaces import network
 from ringlet.ring.processes import processes
@@ -40,7 +41,7 @@ from ringlet.ring.wire.launch_link import (
     store_key,
 )
 
-LOOK = 0.2  # seconds between two looks at a program that was stopped, or at what it has left
+LOOK = 0.2  # seconds between two looks whether a program that was stopped runs again
 LEFTOVERS = 1.0  # seconds that processes outliving the program get to end by themselves
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GONE = 1.0  # seconds from the end of a launcher's connections to its own
@@ -71,6 +72,7 @@ class Wrapper:
         self.group = 0
         self.alone = True  # no child, not even an adopted one
         self.code: int | None = None
+        self.clock = AwakeClock()  # what the program leaves may have stood still with this process
         self.deadline = 0.0
         self.done = False
         self._questioned = False  # whether the program runs
@@ -231,14 +233,11 @@ class Wrapper:
                 poll.register(self.pmi, select.POLLIN)
         timeout: float | None = 1000 * LOOK if self._questioned else None
         if self.code is not None and not self.alone:
-            timeout = max(10.0, 1000 * min(LOOK, self.deadline - time.monotonic()))
+            timeout = max(10.0, 1000 * self.clock.left(self.deadline))
         elif self.code is not None and not self.done and self.channel.pending < HIGH:
             timeout = 0
-        began = time.monotonic()
-        ready = {descriptor for descriptor, _ in poll.poll(timeout)}
-        if timeout is not None:  # leftovers stood still as well, where this process did
-            self.deadline += max(0.0, time.monotonic() - began - timeout / 1000)
-        return ready
+        self.clock.sleep(None if timeout is None else timeout / 1000)
+        return {descriptor for descriptor, _ in poll.poll(timeout)}
 
     def _relay(self, descriptor: int) -> None:
         try:
@@ -262,15 +261,15 @@ class Wrapper:
             return
         if ended is None or processes.reap() is None:
             self.alone = True
-        elif time.monotonic() >= self.deadline:
+        elif self.clock.now() >= self.deadline:
             processes.kill_children()
-            if time.monotonic() >= self.deadline + 5:  # stuck in the kernel: nothing helps
+            if self.clock.now() >= self.deadline + 5:  # stuck in the kernel: nothing helps
                 self.alone = True
 
     def _ended(self, code: int) -> None:
         self._ask()  # what it has said last
         self.code = code
-        self.deadline = time.monotonic() + LEFTOVERS
+        self.deadline = self.clock.now() + LEFTOVERS
         now = time.monotonic_ns()
         self.channel.send(Kind.ENDED, b"%d %d %d" % (code, now, now))
 
@@ -282,7 +281,7 @@ class Wrapper:
         processes.signal_group(self.group, number)
         if number == signal.SIGKILL:
             processes.kill_children()
-            self.deadline = min(self.deadline, time.monotonic())
+            self.deadline = min(self.deadline, self.clock.now())
 
     def abandon(self) -> None:
         """Kill everything: the launcher is gone."""

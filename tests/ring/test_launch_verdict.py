@@ -7,17 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from ringlet.ring import awake_clock
+from ringlet.ring.awake_clock import SLACK, AwakeClock
 from ringlet.ring.errors import LOST_PEER
 from ringlet.ring.launch import failure_report, rank_table, start
-from ringlet.ring.launch import termination as ending_of
 from ringlet.ring.launch.failure_report import FailureReport
-from ringlet.ring.launch.rank_table import CAUSE_NS, LEAVING_NS, Rank, RankTable
+from ringlet.ring.launch.rank_table import CAUSE, LEAVING, Rank, RankTable
 from ringlet.ring.launch.start import Started
 from ringlet.ring.launch.termination import NOTICE, SAVING, Termination
 from ringlet.ring.processes.output import Printer
@@ -43,10 +44,10 @@ def verdict(
     for name, report in told.items():
         name = loss_report_name(int(name.removeprefix("rank")))
         kv_store._do(Op.SET, [name.encode(), report.pack()])
-    found = FailureReport(
-        RankTable(ranks, Printer(len(ranks)), lambda _: {}), kv_store, several=False, mpi=mpi
-    )
-    assert found.reached()
+    table = RankTable(ranks, Printer(len(ranks)), lambda _: {})
+    table.clock = cast(AwakeClock, SimpleNamespace(now=count(0.0, 2 * LEAVING).__next__))
+    found = FailureReport(table, kv_store, several=False, mpi=mpi)
+    assert found.reached() or found.reached()  # no other cause comes while one is waited for
     assert not found.reached()
     return found
 
@@ -103,6 +104,20 @@ def test_a_report_holds_the_cause_and_not_where_it_was_traced() -> None:
     assert LossReport.unpack(LossReport((2,), text).pack()).text == "rank 2 is gone"
 
 
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return what time it is for launchers: whoever adds to it lets time pass."""
+    now = [100.0]
+    monkeypatch.setattr(awake_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def later(now: list[float], termination: Termination, seconds: float) -> None:
+    """Judge after so many seconds in which the launcher has slept."""
+    termination._clock.sleep(seconds)
+    now[0] += seconds
+    termination.judge()
+
+
 def ending(*ranks: Rank) -> tuple[FailureReport, Termination]:
     """Return what judges these ranks, and ends those that are left."""
     printer = Printer(len(ranks))
@@ -115,14 +130,13 @@ def test_a_cause_that_is_due_between_two_looks_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A frozen rank says nothing that would wake the launcher."""
-    now = [CAUSE_NS]
-    clock = SimpleNamespace(monotonic_ns=lambda: now[0], monotonic=time.monotonic)
-    monkeypatch.setattr(rank_table, "time", clock)
+    now = clock(monkeypatch)
     frozen = Rank(1, channel=cast(Channel, object()))
     failure, termination = ending(Rank(0, code=LOST_PEER, when=0, done=True), frozen)
     termination.judge()
+    later(now, termination, CAUSE - 0.01)
     assert failure.first is None
-    now[0] += 1
+    now[0] += 0.02
     assert termination.patience() == 0.1
     termination.judge()
     assert (
@@ -151,9 +165,8 @@ def test_a_manager_that_ends_between_two_looks_is_still_told_of() -> None:
 def test_who_was_asked_to_end_may_save_though_others_have_died_of_it(
     monkeypatch: pytest.MonkeyPatch, asked: bool, seconds: float
 ) -> None:
-    now, said = [100.0], list[str]()
+    now, said = clock(monkeypatch), list[str]()
     monkeypatch.setattr(Printer, "note", lambda _, text: said.append(text))
-    monkeypatch.setattr(ending_of, "time", SimpleNamespace(monotonic=lambda: now[0]))
     channel = cast(Channel, SimpleNamespace(send=lambda *_: None, silence=lambda: 0.0))
     _, termination = ending(
         Rank(0, channel=channel), Rank(1, code=-signal.SIGTERM, when=1, done=True)
@@ -161,13 +174,10 @@ def test_who_was_asked_to_end_may_save_though_others_have_died_of_it(
     if asked:
         termination.forward(signal.SIGTERM)
     termination.judge()
-    now[0] += NOTICE
-    termination.judge()
-    now[0] = 100.0 + seconds - 0.1
-    termination.judge()
+    later(now, termination, NOTICE)
+    later(now, termination, seconds - NOTICE - 0.1)
     assert not termination.killed
-    now[0] += 0.2
-    termination.judge()
+    later(now, termination, 0.2)
     assert termination.killed
     after = "30 s of the first failure" if asked else "5 s of SIGTERM"
     assert said[-1] == f"killing rank 0, which has not ended within {after}"
@@ -177,8 +187,7 @@ def test_time_in_which_the_launcher_stood_still_is_left_to_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They stood still too, and were ended before they could save."""
-    now, sent = [100.0], list[Any]()
-    monkeypatch.setattr(ending_of, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    now, sent = clock(monkeypatch), list[Any]()
     channel = cast(Channel, SimpleNamespace(send=lambda *given: sent.append(given)))
     _, termination = ending(
         Rank(0, channel=channel), Rank(1, code=-signal.SIGKILL, when=1, done=True)
@@ -186,11 +195,12 @@ def test_time_in_which_the_launcher_stood_still_is_left_to_the_ranks(
     termination.judge()
     for _ in range(2):  # until they are asked to end, and until they are killed
         before, seconds = len(sent), 5.0 if sent else NOTICE
-        now[0] += (termination.patience() or 0.0) + 60.0
+        now[0] += 60.0
         termination.judge()
         assert len(sent) == before
-        now[0] += seconds
-        termination.judge()
+        later(now, termination, seconds - SLACK - 0.01)
+        assert len(sent) == before
+        later(now, termination, SLACK + 0.02)
         assert len(sent) == before + 1
     assert termination.killed
 
@@ -270,23 +280,22 @@ def test_a_rank_that_is_slow_to_end_is_the_cause(end: str, code: int) -> None:
     assert done.returncode == code
 
 
-@pytest.mark.parametrize(
-    ("told", "patience"), [(b"5", LEAVING_NS), (b"?", LEAVING_NS), (b"75", CAUSE_NS)]
-)
+@pytest.mark.parametrize(("told", "patience"), [(b"5", LEAVING), (b"?", LEAVING), (b"75", CAUSE)])
 def test_a_rank_on_its_way_out_is_waited_for_longer(
-    monkeypatch: pytest.MonkeyPatch, told: bytes, patience: int
+    monkeypatch: pytest.MonkeyPatch, told: bytes, patience: float
 ) -> None:
     """But not without end, and not where it ends because it lost another one, too."""
-    now = [patience]
-    clock = SimpleNamespace(monotonic_ns=lambda: now[0], monotonic=time.monotonic)
-    monkeypatch.setattr(rank_table, "time", clock)
+    now = clock(monkeypatch)
     effect, leaving = Rank(0, code=LOST_PEER, when=0), Rank(1)
     kv_store = KvStore()
     kv_store._do(Op.SET, [leaving_name(1).encode(), told])
     table = RankTable([effect, leaving], Printer(2), lambda _: {})
     failure = FailureReport(table, kv_store, several=False)
     assert not failure.reached()
-    now[0] += 1
+    table.clock.sleep(patience)
+    now[0] += patience
+    assert not failure.reached()
+    now[0] += 0.01
     assert failure.reached()
     assert failure.first is effect
 
@@ -295,21 +304,22 @@ def test_a_cause_is_waited_for_longer_where_the_launcher_stood_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So did the rank that is the cause, and the effect was named."""
-    now = [0]
+    now = clock(monkeypatch)
 
     class Late:
         def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-            now[0] += round(1e6 * milliseconds) + 2 * CAUSE_NS
+            now[0] += milliseconds / 1000 + 2 * CAUSE
             return []
 
     monkeypatch.setattr(rank_table, "select", SimpleNamespace(poll=Late, POLLIN=1, POLLOUT=4))
-    monkeypatch.setattr(rank_table, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
     effect = Rank(0, code=LOST_PEER, when=0)
     table = RankTable([effect, Rank(1)], Printer(2), lambda _: {})
     failure = FailureReport(table, KvStore(), several=False)
+    assert not failure.reached()
     table.wait([], KvStore(), 0.1)
     assert not failure.reached()
-    now[0] += CAUSE_NS
+    table.clock.sleep(CAUSE)
+    now[0] += CAUSE
     assert failure.reached()
     assert failure.first is effect
 
