@@ -26,6 +26,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 
+from ringlet.ring.awake_clock import AwakeClock
 from ringlet.ring.descriptors import allow_more
 from ringlet.ring.errors import ProtocolError
 from ringlet.ring.wire.admission import Admission
@@ -82,9 +83,9 @@ class WatchedRank:
 class BeatLink:
     """One connection, once both ends have proved who they are and so have ``keys``."""
 
-    def __init__(self, sock: socket.socket, keys: Keys) -> None:
+    def __init__(self, sock: socket.socket, keys: Keys, clock: AwakeClock) -> None:
         self.sock = sock
-        self.heard = time.monotonic()
+        self._clock, self.heard = clock, clock.now()
         self._outgoing = Outgoing(keys.sending)
         self._incoming = Incoming(keys.receiving, range(4), RANK.size)
         self._unsent = b""
@@ -107,7 +108,7 @@ class BeatLink:
         except (OSError, ProtocolError, struct.error):
             return [], False
         if records:
-            self.heard = time.monotonic()
+            self.heard = self._clock.now()
         return records, bool(data)
 
 
@@ -125,12 +126,12 @@ class Heartbeat(ABC):
             self.ended = os.pidfd_open(self.parent)
             self.poll.register(self.ended, select.POLLIN)
         self.links: dict[int, BeatLink] = {}  # by rank
+        self.clock = AwakeClock()  # nobody is silent while this process stands still
 
     def run(self) -> None:
         """Beat and listen until the rank has left, or has ended."""
-        awake, beat = time.monotonic(), 0.0
+        beat = now = self.clock.now()
         while True:
-            now = time.monotonic()
             if now >= beat:
                 state = state_of(self.parent)
                 if state in "XZ" or os.getppid() != self.parent:
@@ -139,12 +140,10 @@ class Heartbeat(ABC):
                 if state not in "Tt":
                     self.beat()
                 beat = now + self.interval
-            ready = {fd for fd, _ in self.poll.poll(max(0.0, beat - time.monotonic()) * 1e3)}
-            now = time.monotonic()
-            if now - awake > 2 * self.interval + 0.5:  # it was this process that stood still
-                for link in self.links.values():
-                    link.heard = now
-            awake = now
+            pause = max(0.0, beat - self.clock.now())
+            self.clock.sleep(pause)
+            ready = {fd for fd, _ in self.poll.poll(pause * 1e3)}
+            now = self.clock.now()
             if self.ended in ready:
                 self.leave(GONE)
                 return
@@ -216,12 +215,12 @@ class Hub(Heartbeat):
         self.poll.unregister(0)
         if self.ended >= 0:
             self.poll.unregister(self.ended)
-        told, left = set(self.arrived), LATE
-        while left > 0 and (len(self.arrived) < self.size - 1 or self.links.keys() - told):
-            began = time.monotonic()
-            self.serve({fd for fd, _ in self.poll.poll(AGAIN * 1e3)})
-            # Of the time in which this process stood still no more counts.
-            left -= min(AGAIN, time.monotonic() - began)
+        told, until = set(self.arrived), self.clock.now() + LATE
+        while len(self.arrived) < self.size - 1 or self.links.keys() - told:
+            if not (pause := self.clock.left(until)):
+                return
+            self.clock.sleep(pause)
+            self.serve({fd for fd, _ in self.poll.poll(pause * 1e3)})
 
     def leave(self, kind: int) -> None:
         """Say, last, how the rank has ended."""
@@ -251,7 +250,7 @@ class Hub(Heartbeat):
         """Let ranks in; once all of them have come, say so, and listen no more."""
         for each in self.admission.serve():
             rank = each.who.rank
-            self.join(rank, BeatLink(each.sock, each.keys))
+            self.join(rank, BeatLink(each.sock, each.keys, self.clock))
             self.arrived.add(rank)
             if self.last_word is not None:
                 self.links[rank].send(self.last_word, self.rank)
@@ -299,7 +298,8 @@ class Spoke(Heartbeat):
             resend_steadily(sock)
             who, limit = Claim(0, self.rank, self.size), time.monotonic() + HANDSHAKE
             answered = max(limit, self.until)
-            return BeatLink(sock, connect_as(sock, self.secret, who, limit, answered))
+            keys = connect_as(sock, self.secret, who, limit, answered)
+            return BeatLink(sock, keys, self.clock)
         except ConnectionRefusedError:
             self.hopeless = True  # rank 0's listened before anybody was told where
         except (OSError, ProtocolError) as error:

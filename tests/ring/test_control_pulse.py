@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -126,6 +126,37 @@ def test_a_heartbeat_that_is_silent_is_told_to_all(beats: Start, victim: int) ->
     os.kill(found[victim].process.pid, signal.SIGSTOP)
     others = [beat for rank, beat in enumerate(found) if rank != victim]
     assert [beat.hear() for beat in others] == [f"silent {victim}"] * 2
+
+
+@pytest.mark.parametrize("stall", [0.68, 60.0])
+def test_nobody_is_silent_while_the_heartbeat_that_listens_stands_still(
+    monkeypatch: pytest.MonkeyPatch, stall: float
+) -> None:
+    """Where a host stood still for 0.9 s, one of its ranks was named: it was as silent as all."""
+    now, told, stalls = [100.0], list[str](), [0.0, stall, 0.0]
+
+    def poll(milliseconds: float) -> list[tuple[int, int]]:
+        if not stalls:
+            raise InterruptedError
+        now[0] += milliseconds / 1000 + stalls.pop(0)
+        return []
+
+    with listen("127.0.0.1") as listener, monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now[0])
+        line = f"0 2 {os.getppid()} 1 {SECRET.hex()} {WAIT} {os.dup(listener.fileno())}"
+        hub = heartbeat.Hub(heartbeat.WatchedRank(line))
+        sock = SimpleNamespace(fileno=lambda: -1, close=lambda: None)
+        hub.links[1] = cast(
+            heartbeat.BeatLink, SimpleNamespace(sock=sock, heard=now[0], send=lambda *_: None)
+        )
+        patch.setattr(hub, "poll", SimpleNamespace(poll=poll, unregister=lambda _: None))
+        patch.setattr(hub, "tell", lambda *words: told.append(words))
+        with closing(hub.admission), suppress(InterruptedError):
+            hub.run()
+        if hub.ended >= 0:
+            os.close(hub.ended)
+    assert not told
+    assert not stalls
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be told so")
