@@ -88,21 +88,31 @@ class StoreBarrier:
         """
         self._store.set(f"proof/here {self._rank}", _WELL)
         if self._store.add("proof/here", 1) == self._size:
-            self._store.compare_set("proof/all here", "", _WELL)  # the others may have given up
+            self._settle(())
         if missed := self._missed("proof/all here"):
-            if not (absent := self._absent()):
-                raise missed
-            self._say(_LOST, self._not_come(absent))
+            try:
+                self._settle(self._absent())
+            except RuntimeError:  # whoever keeps the store has gone
+                raise missed from missed.__cause__
         try:
             self._hear("here")
         except PeerLost as error:
-            raise PeerLost(str(error), [self._origin[rank] for rank in self._absent()]) from None
+            absent: list[int] = []
+            with suppress(RuntimeError):
+                absent = [self._origin[rank] for rank in self._absent()]
+            raise PeerLost(str(error), absent) from None
+
+    def _settle(self, absent: Sequence[int]) -> None:
+        """Have everybody go on without waiting longer, or fail if ranks are ``absent``.
+
+        Whoever is first to settle it, does so for all: the last rank may come at the same time.
+        """
+        said = f"{_LOST} {self._not_come(absent)}".encode()
+        self._store.compare_set("proof/all here", "", self._signed(said) if absent else _WELL)
 
     def _absent(self) -> list[int]:
-        """Return the ranks that have not come; none if whoever keeps the store has gone."""
-        with suppress(RuntimeError):
-            return [r for r in range(self._size) if not self._store.check([f"proof/here {r}"])]
-        return []
+        """Return the ranks that have not come."""
+        return [r for r in range(self._size) if not self._store.check([f"proof/here {r}"])]
 
     def _not_come(self, absent: Sequence[int]) -> str:
         everybody = self._origin == tuple(range(self._size))

@@ -329,6 +329,27 @@ def test_ranks_that_do_not_come_are_named_to_all_alike(origin: list[int], text: 
             StoreBarrier(store, late, 4, WAIT, origin).meet()
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_ranks_meet_though_the_last_one_comes_as_another_gives_up(seen: bool) -> None:
+    """It took the others for there, who said that it was not, and waited for them in gloo."""
+    from torch.distributed import HashStore
+
+    store = HashStore()
+
+    class GivesUp(StoreBarrier):
+        def _absent(self) -> list[int]:
+            absent = super()._absent()
+            StoreBarrier(store, 1, 2, WAIT).meet()
+            return absent
+
+    if seen:  # it is here, and stands still before it says that now all are
+        store.set("proof/here 1", "well")
+        StoreBarrier(store, 0, 2, 0.05).meet()
+        StoreBarrier(store, 1, 2, WAIT).meet()
+    else:
+        GivesUp(store, 0, 2, 0.05).meet()
+
+
 def test_when_the_store_has_gone_nobody_is_named() -> None:
     from torch.distributed import HashStore
 
