@@ -15,6 +15,7 @@ from ringlet.fusion.negotiation import messages as m
 from ringlet.fusion.queue.requester import Requester
 from ringlet.fusion.requests.request import dumps
 from ringlet.fusion.worker import Worker
+from ringlet.ring.awake_clock import AwakeClock
 from ringlet.ring.control.plane import ControlPlane
 from ringlet.ring.errors import PeerLost
 from ringlet.ring.interrupt import hold
@@ -89,13 +90,15 @@ class Announcements:
 
         Raises PeerLost when the coordinator is gone, and all that it had said has been read.
         """
-        deadline = time.monotonic() + patience
+        clock = AwakeClock()  # the coordinator may have stood still with this rank
+        deadline = clock.now() + patience
         while True:
             while (message := self.next()) is not None:
                 if (end := m.unpack_end(message)) is not None:
                     return end.told()
-            left = deadline - time.monotonic()
-            self.listen(max(0.0, left))
+            left = clock.left(deadline)
+            clock.sleep(left)
+            self.listen(left)
             if left <= 0 and not self._heard:
                 return None
 

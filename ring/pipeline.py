@@ -24,6 +24,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+from ringlet.ring.awake_clock import AwakeClock
 from ringlet.ring.errors import ExchangeFailed, PeerLost
 from ringlet.ring.interrupt import notify
 
@@ -193,10 +194,19 @@ class Pipeline:
         """Let exchanges under way end, for ``patience`` seconds at most; one may fail, and then all
         are left alone. None begins.
         """
-        deadline = time.monotonic() + patience
+        clock = AwakeClock()  # where this rank stood still, others may have done so, too
+        deadline = clock.now() + patience
         with suppress(BaseException):
             while self._under_way:
-                self._go_on(self._completed.get(timeout=max(0.0, deadline - time.monotonic())))
+                left = clock.left(deadline)
+                clock.sleep(left)
+                try:
+                    exchange = self._completed.get(timeout=left)
+                except Empty:
+                    if left <= 0:
+                        return
+                else:
+                    self._go_on(exchange)
 
     def interrupt(self) -> None:
         """Count what is under way as lost if it has not ended in a while. From any thread."""

@@ -1,5 +1,7 @@
 """Why a collective failed: the coordinator's word comes first, whatever shows first on a rank."""
 
+import time
+
 import pytest
 
 from ringlet.fusion import EngineClosed, background_loop
@@ -97,6 +99,36 @@ def test_a_connection_that_broke_is_told_to_the_coordinator_which_tells_all(monk
     control = Scripted(answer=told)
     cause = Announcements(control).cause_of(PeerLost("gloo failed on rank 1", severed=[3]))
     assert (str(cause), cause.ranks) == (text, (1, 3))
+
+
+class Standing(Scripted):
+    """Stands still, with this rank, for a minute when it is first asked, and again once told."""
+
+    def __init__(self, monkeypatch, *heard):
+        super().__init__(*heard)
+        self.now, self.stalls = 100.0, True
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def send(self, message):
+        super().send(message)
+        self.heard = [[], [], [LOST]]
+        self.stalls = True
+
+    def receive(self, timeout=None):
+        self.now += min(timeout, 0.1) + 60.0 * self.stalls
+        self.stalls = False
+        return super().receive(timeout)
+
+
+@pytest.mark.parametrize("told_at_once", [True, False])
+def test_the_coordinators_word_is_waited_for_as_long_where_this_rank_stood_still(
+    monkeypatch, told_at_once
+):
+    """So did rank 0: this rank told another cause than all others."""
+    heard = ([], [], [LOST]) if told_at_once else ([] for _ in range(20))
+    control = Standing(monkeypatch, *heard)
+    cause = Announcements(control).cause_of(PeerLost("gloo failed", severed=[2]))
+    assert (str(cause), len(control.sent)) == ("rank 2 is gone: it was killed", not told_at_once)
 
 
 def test_without_a_word_the_error_itself_is_the_cause(monkeypatch):

@@ -3,6 +3,7 @@
 import threading
 import time
 from functools import partial
+from queue import Empty
 
 import numpy as np
 import pytest
@@ -174,6 +175,29 @@ def test_a_collective_that_cannot_be_interrupted_is_given_up(monkeypatch):
         pipeline.drain()
     pipeline.stop(nothing)
     over.set()
+
+
+@pytest.mark.parametrize("stalls", [0, 1, 3])
+def test_what_is_under_way_may_end_as_late_where_this_rank_stood_still(monkeypatch, stalls):
+    """What the others have sent is not here yet, as they stood still, too."""
+    now, ended = [100.0], []
+    held_up = iter([60.0] * stalls)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Completed:
+        def get(self, timeout):
+            now[0] += timeout + next(held_up, 0.0)
+            if now[0] < 100.0 + 60.0 * stalls + 1.5:
+                raise Empty
+            pipeline._under_way = 0
+            return 1
+
+    pipeline = Pipeline(nothing)
+    monkeypatch.setattr(pipeline, "_completed", Completed())
+    monkeypatch.setattr(pipeline, "_go_on", ended.append)
+    monkeypatch.setattr(pipeline, "_under_way", 1)
+    pipeline.settle(2.0)
+    assert ended == [1]
 
 
 def test_an_interruption_is_no_matter_to_what_ends_by_itself(monkeypatch):
