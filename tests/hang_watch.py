@@ -13,25 +13,32 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
+LOOK = 0.1  # seconds between two looks, which are counted: while nothing here runs, there is none
 HELD = 15.0  # seconds more for a thread that keeps the lock: no other one goes on beside it
 
 
 @contextmanager
-def ended_after(seconds: float) -> Iterator[None]:
-    """End this process with code 1, and tell all stacks, if the with-block takes longer."""
+def ended_after(seconds: float, said: TextIO | None = None) -> Iterator[None]:
+    """End this process with code 1 if the with-block takes longer.
 
-    def end() -> None:
-        print(f"Timeout ({seconds:g} s)!", file=sys.__stderr__, flush=True)
-        faulthandler.dump_traceback(sys.__stderr__)
+    Then ``said``, or the standard error, tells all stacks.
+    """
+    file, over = said or sys.__stderr__, threading.Event()
+
+    def watch() -> None:
+        for _ in range(round(seconds / LOOK)):
+            if over.wait(LOOK):
+                return
+        print(f"Timeout ({seconds:g} s)!", file=file, flush=True)
+        faulthandler.dump_traceback(file)
         os._exit(1)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(seconds + HELD, exit=True, file=sys.__stderr__)
+    threading.Thread(target=watch, daemon=True).start()
+    faulthandler.dump_traceback_later(seconds + HELD, exit=True, file=file)
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
         faulthandler.cancel_dump_traceback_later()

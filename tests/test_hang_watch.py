@@ -1,7 +1,9 @@
 """What takes too long is ended, and where it was is told."""
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,25 @@ def test_it_is_told_where_something_takes_too_long(before, where, told):
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith(f"Timeout ({told})!\n")
     assert f" in {where}\n" in done.stderr
+
+
+def test_time_in_which_the_process_stood_still_does_not_count():
+    program = f"""{BEGIN}
+with hang_watch.ended_after(1):
+    print("begun", flush=True)
+    sys.stdin.readline()
+    time.sleep(0.3)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate("\n")
+    assert process.returncode == 0, said

@@ -1,10 +1,11 @@
 """What run_gpu.py loads into pytest: what happened is known however the process ends."""
 
-import faulthandler
+import contextlib
 import json
 import os
 import time
 
+import hang_watch
 import pytest
 
 GPU_LOST = 9  # how a process ends that can use the GPU no more
@@ -35,7 +36,7 @@ class Journal:
     def __init__(self, path, limit):
         self.file, self.limit = open(path, "a"), limit  # noqa: SIM115 - until the process ends
         self.said = os.fdopen(os.dup(2), "w")  # where pytest holds nothing back
-        self.synchronize = None
+        self.synchronize, self.watch = None, contextlib.ExitStack()
 
     def note(self, *what):
         self.file.write(json.dumps(what) + "\n")
@@ -49,7 +50,7 @@ class Journal:
         self.note("begun", inner(nodeid))
         self.outcome, self.why, self.began = "passed", "", time.monotonic()
         self.synchronize = None
-        faulthandler.dump_traceback_later(self.limit, exit=True, file=self.said)
+        self.watch.enter_context(hang_watch.ended_after(self.limit, self.said))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem):
@@ -74,7 +75,7 @@ class Journal:
         self.say("", f"== {report.nodeid} ({report.when})", text, *kept)
 
     def pytest_runtest_logfinish(self, nodeid):
-        faulthandler.cancel_dump_traceback_later()
+        self.watch.close()
         taken = round(time.monotonic() - self.began, 2)
         self.note("ended", inner(nodeid), self.outcome, self.why, taken)
         if self.outcome == "failed" and self.synchronize is not None:

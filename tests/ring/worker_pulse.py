@@ -10,6 +10,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 
 import numpy as np
 
@@ -28,7 +29,10 @@ class Handler:
         return [f"rank {rank} is gone: {why}".encode()]
 
 
-faulthandler.dump_traceback_later(100)  # where it hangs, before the test gives up
+# Where it hangs, before the test gives up: with the lock held, as tests/hang_watch.py says.
+watch = threading.Timer(100, faulthandler.dump_traceback)
+watch.daemon = True
+watch.start()
 victim, idle = int(sys.argv[1]), "idle" in sys.argv
 comm = connect()
 control = open_control(comm, Handler() if comm.rank == 0 else None)
