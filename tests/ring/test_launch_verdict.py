@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,14 +16,16 @@ import pytest
 
 from ringlet.ring import awake_clock
 from ringlet.ring.awake_clock import SLACK, AwakeClock
-from ringlet.ring.errors import LOST_PEER
+from ringlet.ring.errors import LOST_PEER, LaunchError, PeerLost
 from ringlet.ring.launch import failure_report, rank_table, start
 from ringlet.ring.launch.failure_report import FailureReport
 from ringlet.ring.launch.rank_table import CAUSE, LEAVING, Rank, RankTable
 from ringlet.ring.launch.start import Started
 from ringlet.ring.launch.termination import NOTICE, SAVING, Termination
 from ringlet.ring.processes.output import Printer
+from ringlet.ring.rendezvous import loss_report
 from ringlet.ring.rendezvous.loss_report import LossReport, leaving_name, loss_report_name
+from ringlet.ring.wire.keys import STORE_KEY
 from ringlet.ring.wire.kv_store import KvStore, Op
 from ringlet.ring.wire.launch_link import Channel
 
@@ -116,6 +119,37 @@ def later(now: list[float], termination: Termination, seconds: float) -> None:
     termination._clock.sleep(seconds)
     now[0] += seconds
     termination.judge()
+
+
+@pytest.mark.parametrize(
+    "tries",
+    [[(60.0, False), (0.1, True)], [(60.0, False), (2.0, False)], [(0.1, False)], [(0.1, True)]],
+)
+def test_a_rank_that_stood_still_as_it_told_how_it_ends_tells_once_more(
+    monkeypatch: pytest.MonkeyPatch, tries: list[tuple[float, bool]]
+) -> None:
+    """It was killed as it saved, as nobody knew that it was leaving. (seconds, whether it works)"""
+    now, left = [100.0], list(tries)
+
+    class Store:
+        def __init__(self, *_: object) -> None:
+            seconds, works = left.pop(0)
+            now[0] += seconds
+            if not works:
+                raise LaunchError("rank 1 cannot reach the launcher's store")
+
+        def ask(self, *_: object, timeout: float) -> None:
+            assert timeout == loss_report.PATIENCE
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loss_report, "Client", Store)
+    env = {"RINGLET_RENDEZVOUS": "ringlet://host:1", STORE_KEY: "00", "RINGLET_RANK": "1"}
+    _, works = tries[-1]
+    assert loss_report.report_loss(PeerLost("rank 0 is gone", [0]), env) == works
+    assert not left
 
 
 def ending(*ranks: Rank) -> tuple[FailureReport, Termination]:
