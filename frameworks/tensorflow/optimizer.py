@@ -18,13 +18,15 @@ from ringlet.precision import Policy
 from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.gradients.accumulation import Accumulator
-from ringlet.shared.gradients.gradient_reducer import GradientReducer
+from ringlet.shared.gradients.gradient_reducer import GradientReducer, LocalReducer
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import of_attributes, unique
-from ringlet.shared.variable_names import name_of
+from ringlet.shared.variable_names import identity, name_of
 from ringlet.shared.wrapping import last_made, note_made, refuse_wrapped, wrapped
 from ringlet.tensorflow.ops.bridge import as_written, in_graph
 from ringlet.tensorflow.ops.gradient_node import BROADCAST_VARIABLES, reduced
+from ringlet.tensorflow.ops.tensors import divided
+from ringlet.tensorflow.ops.topology_ops import size_of
 
 _V1: Any = tf.compat.v1.train.Optimizer
 _made: weakref.WeakSet[Any] = weakref.WeakSet()  # what was wrapped of its kind
@@ -38,20 +40,50 @@ class _Distributed:
     _ringlet_groups: Any
     _ringlet_ends: Any
     _ringlet_trained: Sequence[Any]
+    _ringlet_local: set[int]
+    _ringlet_local_reducer: tuple[LocalReducer, Accumulator]
+    _ringlet_scale_local: bool
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of ``variable`` as it is on this rank."""
+        self._ringlet_local.add(identity(variable))
 
     @as_written
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Return the gradients of the wrapped optimizer, reduced over all ranks."""
         inner: Any = super()
         pairs = inner.compute_gradients(*args, **kwargs)
-        variables = self._ringlet_trained = [variable for _, variable in pairs]
+        every = self._ringlet_trained = [variable for _, variable in pairs]
+        shared = [i for i, v in enumerate(every) if identity(v) not in self._ringlet_local]
+        variables = [every[i] for i in shared]
         names = unique([name_of(v, i) for i, v in enumerate(variables)])
-        given = [gradient for gradient, _ in pairs]
+        given = [pairs[i][0] for i in shared]
         chosen = self._ringlet.cohorts(variables, self._ringlet_groups)
         self._ringlet_ends, done = reduced(
             self._ringlet, variables, names, given, chosen, self._ringlet_accumulator
         )
-        return list(zip(done, variables, strict=True))
+        results = self._ringlet_kept(pairs, shared)
+        for i, gradient in zip(shared, done, strict=True):
+            results[i] = gradient
+        return list(zip(results, every, strict=True))
+
+    def _ringlet_kept(self, pairs: Sequence[tuple[Any, Any]], shared: Sequence[int]) -> list[Any]:
+        """Scale the gradients of local variables, and add up those of several passes."""
+        results = [gradient for gradient, _ in pairs]
+        local = [i for i in range(len(results)) if i not in shared]
+        if local and self._ringlet_scale_local:
+            size = size_of(self._ringlet.settings.process_set)
+            for i in local:
+                results[i] = None if results[i] is None else divided(results[i], size)
+        reducer, sums = self._ringlet_local_reducer
+        if local and sums.passes > 1:
+            variables = [pairs[i][1] for i in local]
+            names = unique([name_of(v, i) for i, v in enumerate(variables)])
+            given = [results[i] for i in local]
+            _, added = reduced(reducer, variables, names, given, [""] * len(local), sums)
+            for i, gradient in zip(local, added, strict=True):
+                results[i] = gradient
+        return results
 
     @as_written
     def apply_gradients(
@@ -132,7 +164,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     reducer = GradientReducer(
         "DistributedOptimizer", options.settings(), title, told=told, cure=BROADCAST_VARIABLES
     )
-    (added,) = reducer.accumulators = (options.accumulator(),)
+    added, local = reducer.accumulators = options.accumulator(), options.accumulator()
     if (before := last_made(optimizer)) is not None:
         reducer.inherit(before._ringlet)
     made.__dict__.update(
@@ -141,6 +173,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         _ringlet_groups=options.grouping,
         _ringlet_ends=None,
         _ringlet_trained=(),
+        _ringlet_local=set() if before is None else set(before._ringlet_local),
+        _ringlet_local_reducer=(LocalReducer("local variables", options.settings()), local),
+        _ringlet_scale_local=options.scale_local_gradients,
         _optimizer=optimizer,  # where Horovod's users look for what they wrapped
     )
     note_made(optimizer, made)

@@ -954,6 +954,33 @@ def case_compat_v1():
     assert str(half._ringlet.settings.router) == "bf16"
 
 
+def case_local_variables_of_an_optimizer_of_compat_v1():
+    rank, size = hvd.rank(), hvd.size()
+    v1 = tf.compat.v1
+    for passes, scale in ((1, True), (2, True), (2, False)):
+        with tf.Graph().as_default():
+            own, shared = (v1.get_variable(n, initializer=tf.zeros([2])) for n in ("own", "shared"))
+            optimizer = hvd.DistributedOptimizer(
+                v1.train.GradientDescentOptimizer(1.0),
+                backward_passes_per_step=passes,
+                scale_local_gradients=scale,
+            )
+            optimizer.register_local_var(own)
+            loss = tf.reduce_sum(own + shared) * (rank + 1.0)
+            train = optimizer.apply_gradients(optimizer.compute_gradients(loss))
+            with v1.Session() as session:
+                session.run(v1.global_variables_initializer())
+                for _ in range(2 * passes):
+                    session.run(train)
+                values = session.run([own, shared])
+        expected = [-(rank + 1) / (size if scale else 1), -(size + 1) / 2]
+        assert np.allclose(values, [[2 * passes * each] * 2 for each in expected]), values
+    eager, own = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0)), tf.Variable(0.0)
+    eager.register_local_var(own)
+    eager.minimize(lambda: own * (rank + 1.0), var_list=[own])
+    assert own.numpy() == -(rank + 1) / size
+
+
 def case_an_optimizer_of_compat_v1_that_is_wrapped_again():
     gradient = np.random.default_rng(hvd.rank()).normal(size=4000).astype("float32")
     variable = tf.Variable(np.zeros(4000, np.float32), name="x")
