@@ -31,6 +31,7 @@ from ringlet.shared.argument_kinds import number
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.residual_store import warn_of_other_ranks
+from ringlet.shared.variable_names import identity
 
 
 class BroadcastGlobalVariablesCallback(KerasCallback):
@@ -38,17 +39,26 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
 
     Before the first batch, or after it where the model of some rank has no weights until then.
     Random seeds stay each rank's own. Warns where Keras's own training step applies each rank's own
-    gradients, at the start or, where it is that of a former optimizer, after an epoch. ``device``
-    and ``local_variables`` are accepted for Horovod's sake.
+    gradients, at the start or, where it is that of a former optimizer, after an epoch.
+    ``local_variables`` stay as they are on each rank; ValueError for what is no variable.
+    ``device`` is accepted for Horovod's sake.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self._left_out = {id(variable) for variable in local_variables or ()}
+        self._left_out: set[int] = set()
+        for variable in () if local_variables is None else local_variables:
+            self.register_local_var(variable)
         self._done = False
         self._batches = 0
         self._calls: int | None = None  # of what reduces, before; None where nothing looks at it
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave ``variable`` as it is on this rank. Raises ValueError for what is no variable."""
+        if not hasattr(variable, "assign"):
+            raise ValueError(f"local variables are variables, not {type(variable).__name__}")
+        self._left_out.add(identity(variable))
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast if all ranks have something to broadcast."""
@@ -96,7 +106,8 @@ class BroadcastGlobalVariablesCallback(KerasCallback):
         optimizer, own = getattr(self.model, "optimizer", None), self.model.trainable_variables
         state = [] if optimizer is None else state_variables(optimizer, own)
         every = [*self.model.weights, *state]
-        broadcast_variables([v for v in every if id(v) not in self._left_out], self.root_rank)
+        shared = [v for v in every if identity(v) not in self._left_out]
+        broadcast_variables(shared, self.root_rank)
         self._done = True
 
 

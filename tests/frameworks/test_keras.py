@@ -163,6 +163,24 @@ def case_local_layers():
         optimizer.apply(list(map(keras.ops.convert_to_tensor, gradients)), variables)
 
 
+def case_local_variables_are_not_broadcast():
+    rank = hvd.rank()
+    dense = [keras.layers.Dense(1, use_bias=False) for _ in range(3)]
+    model = keras.Sequential([keras.Input((1,)), *dense])
+    for layer in dense:
+        layer.kernel.assign([[float(rank)]])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
+    inner = getattr(dense[1].kernel, "value", None)
+    own = inner if hasattr(inner, "assign") else dense[1].kernel
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(1, local_variables=dense[0].weights)
+    start.register_local_var(own)  # TensorFlow's own, in Keras's
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=[start])
+    values = [float(keras.ops.convert_to_numpy(layer.kernel)[0, 0]) for layer in dense]
+    assert values == [rank, rank, 1.0]
+    with pytest.raises(ValueError, match="local variables are variables, not Dense"):
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[dense[0]])
+
+
 def case_local_variables_outlast_another_wrapping():
     sgd, apart = keras.optimizers.SGD(1.0), keras.layers.Dense(1, use_bias=False)
     options = {"local_layers": apart, "scale_local_gradients": False}
