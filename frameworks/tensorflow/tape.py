@@ -53,11 +53,16 @@ class _Distributed:
         sources: Any,
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        use_generic_names: bool = False,
     ) -> Any:
-        """Return the gradients of ``target`` like ``tf.GradientTape``, reduced over all ranks."""
+        """Return the gradients of ``target`` like ``tf.GradientTape``, reduced over all ranks.
+
+        With ``use_generic_names``, ranks tell variables by their places in ``sources``, and not by
+        their names.
+        """
         inner: Any = super()
         gradients = inner.gradient(target, sources, output_gradients, unconnected_gradients)
-        return self._ringlet_reduced(gradients, sources)
+        return self._ringlet_reduced(gradients, sources, use_generic_names)
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, *args: Any, **kwargs: Any
@@ -77,7 +82,7 @@ class _Distributed:
         """Leave the gradient of ``source``, a variable, as it is on this rank."""
         self._ringlet_local.add(identity(source))
 
-    def _ringlet_reduced(self, gradients: Any, sources: Any) -> Any:
+    def _ringlet_reduced(self, gradients: Any, sources: Any, by_place: bool = False) -> Any:
         flat_sources = tf.nest.flatten(sources)
         flat_gradients = tf.nest.flatten(gradients, expand_composites=False)
         shared = [i for i, s in enumerate(flat_sources) if identity(s) not in self._ringlet_local]
@@ -90,7 +95,9 @@ class _Distributed:
                     results[i] = divided(gradient, size)
         variables = [flat_sources[i] for i in shared]
         refuse_overwritten(variables, "DistributedGradientTape")
-        names = unique([name_of(v, i) for i, v in enumerate(variables)])
+        names = [f"grad_{i}" for i in range(len(variables))]
+        if not by_place:
+            names = unique([name_of(v, i) for i, v in enumerate(variables)])
         reducer = _reducer(self._ringlet_settings, variables, names)
         chosen = reducer.cohorts(variables, self._ringlet_groups)
         given = [flat_gradients[i] for i in shared]

@@ -954,6 +954,23 @@ def case_compat_v1():
     assert str(half._ringlet.settings.router) == "bf16"
 
 
+def case_a_tape_that_tells_variables_by_place():
+    rank, mean = hvd.rank(), (hvd.size() + 1) / 2
+    x, y = (tf.Variable(tf.zeros([n]), name=f"own_{rank}_{n}") for n in (2, 3))
+    with tf.GradientTape(persistent=True) as tape:
+        loss = (tf.reduce_sum(x) + 2 * tf.reduce_sum(y)) * (rank + 1.0)
+    for made in (hvd.DistributedGradientTape(tape), hvd.DistributedGradientTape(tape)):
+        gradients = made.gradient(loss, [x, y], use_generic_names=True)
+        assert np.array_equal(gradients[0], [mean] * 2)
+        assert np.array_equal(gradients[1], [2 * mean] * 3)
+    made.register_local_source(x)
+    local, shared = made.get_local_and_global_gradients(loss, [x, y], use_generic_names=True)
+    assert local[0][0] is x
+    assert np.array_equal(shared[0][1], [2 * mean] * 3)
+    with pytest.raises(hvd.HorovodInternalError, match="own_0_2"):
+        hvd.DistributedGradientTape(tape).gradient(loss, [x, y])
+
+
 def case_local_variables_of_an_optimizer_of_compat_v1():
     rank, size = hvd.rank(), hvd.size()
     v1 = tf.compat.v1
