@@ -108,7 +108,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             )
         elif self._warns:  # a gradient comes again: all have come once
             self._warns = False
-            if self._settings.process_set.rank() == 0:
+            asked = self._settings.process_set
+            if asked.included() and asked.rank() == 0:
                 known = [slot.name for listed in self._reducers for slot in listed]
                 warn_of_unmatched(self._settings.router, known)
 

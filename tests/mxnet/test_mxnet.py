@@ -158,6 +158,12 @@ def main():
         assert weight.asnumpy().tolist() == [-1.5 * (step + 1)] * 3
     optimizer.set_learning_rate(0.5)
     assert inner.learning_rate == 0.5
+    first, weight = hvd.add_process_set([0]), mx.nd.zeros(3)
+    optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=1.0), process_set=first)
+    for _ in range(3):  # rank 1 is not part of it, and goes by its own gradients
+        optimizer.update(0, weight, ones(3) * (rank + 1), optimizer.create_state(0, weight))
+    assert weight.asnumpy().tolist() == [-3.0 * (rank + 1)] * 3
+    assert hvd.remove_process_set(first)
 
     texts = []
     handler = logging.Handler(logging.WARNING)
