@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.mxnet.nd_views import view
+from ringlet.ring.callers import outside
 from ringlet.shared.drift import RATE
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
 from ringlet.shared.gradients.gradient_settings import CommonValue, Slot
@@ -139,10 +141,12 @@ class DistributedTrainer(mx.gluon.Trainer):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
-            raise ValueError(
-                "DistributedTrainer reduces gradients by itself: pass it the optimizer inside the "
-                "DistributedOptimizer"
+            warnings.warn(
+                "DistributedTrainer reduces gradients by itself, and takes the optimizer inside "
+                "the DistributedOptimizer alone: pass it that one, and its own compression=",
+                stacklevel=outside(),
             )
+            optimizer = optimizer._optimizer
         settings = Options.among(locals()).settings()
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         self._prefix, self._groups = prefix or "", num_groups
