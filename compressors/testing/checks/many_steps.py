@@ -415,9 +415,6 @@ def check_every_element_has_its_turn(compressor: Compressor) -> None:
         "send at least one entry, max(1, k), and take steps from the largest magnitude: half of "
     )
     likely += "one that comes of a norm of all may be more than each of them"
-    if traits.combine == "rounds":
-        likely = "if something that was received in a round decides about it, copy that before the "
-        likely += "next yield"
     assert anything, (
         f"of {x.size} elements the result is 0 in every one of {_TURNS} steps of error feedback; "
         f"{likely}"

@@ -79,6 +79,7 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
             "exchange leaves NaN in out: it does not overwrite all of it, or it looks at what it "
             "received after the next yield, when something else lies there; copy that"
         )
+        _check_looks_in_time(compressor, x)
         _check_two_may_wait(compressor, x)
         return
     payload = compressor.compress(x.copy(), context(x))
@@ -101,6 +102,16 @@ def check_compresses_a_tensor(compressor: Compressor) -> None:
             "decoding changes the payload, which others decode too; work on a copy"
         )
     check_overwritten(*outs)
+
+
+def _check_looks_in_time(compressor: Compressor, x: Array) -> None:
+    """Raise AssertionError where what was received in a round is used after the next yield."""
+    came, again = (simulate(compressor, [x]) for _ in range(2))
+    lasting = simulate(compressor, [x], lasting=True)
+    assert not same(came[0], again[0]) or same(came[0], lasting[0]), (
+        "exchange looks at what it received after the next yield, when something else lies there; "
+        "copy that: votes = (yield Round(signs, 'sum')).copy()"
+    )
 
 
 def _check_two_may_wait(compressor: Compressor, x: Array) -> None:

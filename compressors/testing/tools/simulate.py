@@ -99,6 +99,7 @@ def simulate(
     workspace: Workspace | None = None,
     rounds: list[tuple[str, str, int]] | None = None,
     alike: int = 1,
+    lasting: bool = False,
 ) -> list[Array]:
     """Return what every one of W simulated ranks has for the mean of ``gradients``.
 
@@ -106,7 +107,8 @@ def simulate(
     remembers between calls; ``shape`` the tensor's, flat by default. Results of exchanges replace
     the values if they are made ``in_place``; what stands for each rank's values is appended to
     ``shares``, if there is such a list, and to ``rounds`` what is exchanged: op, dtype and length.
-    In rounds each may stand for many ``alike``.
+    In rounds each may stand for many ``alike``; what is received stays after the next yield if it
+    is ``lasting``, as it is not in an engine.
     """
     size, n = len(gradients) * alike, gradients[0].size
     held = states if states is not None else [{} for _ in gradients]
@@ -118,7 +120,7 @@ def simulate(
     now = compressor.at(step)
     traits = now.traits()
     if traits.combine == "rounds":
-        outs = _rounds(now, gradients, contexts, in_place, shares, rounds, alike)
+        outs = _rounds(now, gradients, contexts, in_place, shares, rounds, alike, lasting)
     else:
         scale = np.float32(1.0 / size)
         inputs = [x * scale if traits.predivide and size > 1 else x for x in gradients]
@@ -200,6 +202,7 @@ def _rounds(
     shares: list[Array] | None,
     asked: list[tuple[str, str, int]] | None,
     alike: int,
+    lasting: bool,
 ) -> list[Array]:
     local: list[Array | None] = [None] * len(gradients)
     if shares is not None:
@@ -213,7 +216,7 @@ def _rounds(
         else compressor.exchange(x, out, ctx)
         for x, out, ctx, own in zip(gradients, outs, contexts, local, strict=True)
     ]
-    exchanged(generators, contexts[0].workspace, asked, alike)
+    exchanged(generators, contexts[0].workspace, asked, alike, lasting)
     return outs
 
 
@@ -222,10 +225,11 @@ def exchanged(
     workspace: Workspace,
     found: list[tuple[str, str, int]] | None = None,
     alike: int = 1,
+    lasting: bool = False,
 ) -> None:
     """Run the exchanges of all ranks to their end; append what they exchange to ``found``."""
     try:
-        _in_step(generators, workspace, [] if found is None else found, alike)
+        _in_step(generators, workspace, [] if found is None else found, alike, lasting)
     finally:
         for generator in generators:  # after a failure too, in this context and not in another
             generator.close()
@@ -236,12 +240,13 @@ def _in_step(
     workspace: Workspace,
     found: list[tuple[str, str, int]],
     alike: int,
+    lasting: bool,
 ) -> None:
     received: list[Array | None] = [None] * len(generators)
     while True:
         rounds = [_advance(g, r, workspace) for g, r in zip(generators, received, strict=True)]
         for old in received:
-            if old is not None:  # what was received is valid until the next yield
+            if old is not None and not lasting:  # it is valid until the next yield
                 old.fill(np.nan if old.dtype.kind == "f" else -77)
         if all(r is None for r in rounds):
             return

@@ -127,6 +127,18 @@ class KeepsReceived(Rounds):
             local[:] = x
 
 
+class VotesTooLate(Rounds):
+    """Majority vote, which looks at the votes after the next yield, when no NaN lies there."""
+
+    def exchange(self, x, out, ctx, local=None):
+        xp = ctx.xp
+        votes = yield Round(xp.sign(xp.where(xp.isnan(x), 0, x)).astype("int32"), "sum")
+        size = yield Round(xp.abs(x).sum(keepdims=True) / np.float32(max(x.size, 1)), "mean")
+        out[:] = xp.sign(votes) * size
+        if local is not None:
+            local[:] = out
+
+
 class NarrowSum(Rounds):
     """Sums 8-bit codes of full range: two ranks overflow."""
 
