@@ -537,13 +537,41 @@ def case_zero_grad_in_between():
     model = network()
     optimizer = wrapped(model, sgd)
     objective(model, shard(0, hvd.rank())).backward()
-    with pytest.raises(RuntimeError, match="zero_grad\\(\\) between"):
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) between.*generator's.*requires_grad_"):
         optimizer.zero_grad()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     assert all((p.grad == 0).all() for p in model.parameters())
     optimizer.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in model.parameters())
+
+
+def case_discriminator():
+    """Its parameters, switched off for the generator's pass, keep their residuals, and no more."""
+
+    def train_both(switched: bool) -> tuple[float, torch.Tensor]:
+        torch.manual_seed(0)
+        models = torch.nn.Linear(16, 64), torch.nn.Linear(64, 64)
+        generator, discriminator = models
+        first, second = (wrapped(m, sgd, compression="topk(ratio=0.02) | ef") for m in models)
+        for step in range(3):
+            torch.manual_seed(10 * step + hvd.rank())
+            noise = torch.randn(8, 16)
+            second.zero_grad()
+            discriminator(generator(noise).detach()).tanh().mean().backward()
+            second.step()
+            first.zero_grad()
+            discriminator.requires_grad_(not switched)
+            loss = discriminator(generator(noise)).tanh().mean()
+            loss.backward(inputs=None if switched else list(generator.parameters()))
+            first.step()
+            discriminator.requires_grad_(True)
+        assert all(hvd.replicas_equal(m.state_dict()) for m in models)
+        return second.residual_norm(), discriminator.weight
+
+    (kept, weight), (expected, same) = train_both(True), train_both(False)
+    assert kept == expected > 0
+    assert torch.equal(weight, same)
 
 
 def case_state_dicts():

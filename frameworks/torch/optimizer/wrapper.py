@@ -271,7 +271,9 @@ class _Distributed:
         self._ringlet.refuse_in_flight(
             "Call it after step(), this optimizer's and not that of what it wraps, or "
             "synchronize() first; after an exception in backward(), abandon_step() gives the step "
-            "up on all ranks"
+            "up on all ranks. If another loss's backward() has reached these parameters, as a "
+            "generator's does a discriminator's, call requires_grad_(False) on them meanwhile: "
+            "what synchronize() sends stays in residuals"
         )
         self._ringlet_implied = self._ringlet_synchronized = False
         self._ringlet.forget_passes()
