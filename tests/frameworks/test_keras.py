@@ -816,6 +816,9 @@ def case_arguments_of_the_wrong_kind():
     ):
         with pytest.raises(kind, match=said):
             hvd.DistributedOptimizer(sgd(), **options)
+    with pytest.warns(DeprecationWarning, match="num_groups is deprecated; pass groups=N") as told:
+        assert hvd.DistributedOptimizer(sgd(), num_groups=2)._ringlet_groups == 2
+    assert [warning.filename for warning in told] == [__file__]
     optimizer = hvd.DistributedOptimizer(
         sgd(1.0),
         gradient_predivide_factor=np.float32(2),

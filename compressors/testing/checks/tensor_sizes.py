@@ -26,6 +26,8 @@ _GROUP, _LIKE = 200, 0.25  # values that can be compared, and the cosine that th
 _WIDER = (255, 256, 257, 258, 65535, 65536, 65537, 65538)
 # Beyond what 16 bits count, and beyond the integers that float32 holds.
 _TURNS = 34
+# By how much more a part may lose: a rotation of values and padding spreads errors unevenly.
+_FARES = 3
 _LATE = 70_000  # a step behind most warm-ups and schedules
 _BLOCKS = ((1 << 22) + 40_000, (1 << 22) + 1)
 _PAGES = 1 << 20  # elements: a whole number of what most work in
@@ -217,12 +219,12 @@ def check_every_part_of_a_large_tensor(compressor: Compressor) -> None:
         out = simulate(compressor, [x], step=step)[0]
         got = out if got is None else np.where(got == 0, out, got)
         along, off = _by_part(x, got, parts)
-        if (off <= 2 * off.min() + 1e-9).all() and (along >= 0.5 * along.max()).all():
+        if (off <= _FARES * off.min() + 1e-9).all() and (along >= 0.5 * along.max()).all():
             break
     least, share = float(off.min()), float(along.max())
     for part in range(parts):
         start = part * _PART
-        assert off[part] <= 2 * least + 1e-9, (
+        assert off[part] <= _FARES * least + 1e-9, (
             f"of {n} elements, those from {start} on lose {off[part]:.3g} of their energy, "
             f"others no more than {least:.3g}: a chunk is left out, or a number is too narrow"
         )

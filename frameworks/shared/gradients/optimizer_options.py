@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any
 from ringlet.compressors import Router
 from ringlet.job.process_sets import ProcessSet, global_process_set
 from ringlet.precision import Policy, parse_policy
+from ringlet.ring.callers import outside
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.argument_kinds import flag, grouping, number, process_set_of, whole
@@ -44,6 +46,10 @@ class Options:
         """
         self.__dict__["op"] = as_op(self.op)
         self._check_kinds()
+        if self.num_groups:
+            warnings.warn(
+                "num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=outside()
+            )
         if self.process_set is not global_process_set and not is_elastic():
             self.process_set.size()
 

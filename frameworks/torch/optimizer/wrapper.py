@@ -457,10 +457,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     options = Options.among(locals())
     _check_optimizer(optimizer)
-    if num_groups:
-        warnings.warn(
-            "num_groups is deprecated; pass groups=N", DeprecationWarning, stacklevel=outside()
-        )
     policy, masters_before = options.policy, _masters.get(optimizer)
     _agree_on_arguments(type(optimizer), options)
     held = optimizer.param_groups
