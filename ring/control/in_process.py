@@ -133,8 +133,8 @@ class LocalHub:
                 inbox.fail(self.closed)
 
     def _deliver(self, messages: list[bytes]) -> None:
-        for inbox in self.inboxes:
-            inbox.put(messages)
+        for inbox in reversed(self.inboxes):  # rank 0's last: it may be told to leave, which ends
+            inbox.put(messages)  # the others' inboxes
 
     def _fail(self, error: BaseException) -> None:
         self.inboxes[0].fail(error)
