@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 from distributed import Client, wait
 
 from ringlet.job.placed_call import GRACE, Account, account_of, called, gathered, packed, results
-from ringlet.ring.addresses import address_towards
 from ringlet.ring.callers import public
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.interfaces import find_interface
 from ringlet.ring.placed.store_server import StoreServer
 from ringlet.ring.placed.ticket import Ticket, tickets
+from ringlet.ring.wire.addresses import address_towards
 
 _LOOK = 5.0  # seconds between two looks at which workers there are
 

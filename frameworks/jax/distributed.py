@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from ringlet.job.lifecycle import init as start
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import Runtime, is_initialized
-from ringlet.ring.addresses import listen
 from ringlet.ring.callers import public
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import LaunchError, unavailable
@@ -23,6 +22,7 @@ from ringlet.ring.rendezvous.connect import TIMEOUT, loopback
 from ringlet.ring.rendezvous.environment import Launched, detect
 from ringlet.ring.rendezvous.exit_hooks import leave_on_exception
 from ringlet.ring.transports.local import this_thread
+from ringlet.ring.wire.addresses import listen
 from ringlet.ring.wire.keys import job_key
 
 _meetings = count(1)  # ranks call init equally often

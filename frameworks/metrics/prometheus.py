@@ -14,8 +14,8 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from ringlet.ring.addresses import family_of
 from ringlet.ring.variables import read_port
+from ringlet.ring.wire.addresses import family_of
 
 Record = dict[str, Any]
 log = logging.getLogger("ringlet")

@@ -18,7 +18,6 @@ import pyspark
 from pyspark.sql import SparkSession
 
 from ringlet.job.placed_call import Account, account_of, called, packed, results
-from ringlet.ring.addresses import address_towards, addresses_of
 from ringlet.ring.callers import debugging, public
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions import WorkerFailed
@@ -26,6 +25,7 @@ from ringlet.ring.hosts.interfaces import find_interface
 from ringlet.ring.placed.ranking import standings
 from ringlet.ring.placed.store_server import StoreServer
 from ringlet.ring.placed.ticket import Ticket, tickets
+from ringlet.ring.wire.addresses import address_towards, addresses_of
 from ringlet.ring.wire.kv_client import Client
 from ringlet.ring.wire.kv_store import Op
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ringlet.ring.addresses import addresses_of
 from ringlet.ring.command.cli import (
     UsageError,
     add_command,
@@ -40,6 +39,7 @@ from ringlet.ring.launch.start import asked_transport
 from ringlet.ring.placed.node_rendezvous import NodeRendezvous, serve_as_node
 from ringlet.ring.placed.whereabouts import PORT, Whereabouts, whereabouts
 from ringlet.ring.rendezvous.environment import check_transport
+from ringlet.ring.wire.addresses import addresses_of
 from ringlet.ring.wire.framing import derive
 from ringlet.ring.wire.keys import SECRET, job_key
 

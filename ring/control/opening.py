@@ -10,7 +10,6 @@ import subprocess
 import time
 from pathlib import Path
 
-from ringlet.ring.addresses import listen, own_address
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control.client import TcpControl
 from ringlet.ring.control.frame_kinds import HANDSHAKE, prepare
@@ -21,6 +20,7 @@ from ringlet.ring.control.pulse import Pulse, seconds_from, start
 from ringlet.ring.errors import PeerLost, ProtocolError, RingError
 from ringlet.ring.interrupt import interrupter
 from ringlet.ring.transports.local import LocalCommunicator
+from ringlet.ring.wire.addresses import listen, own_address
 from ringlet.ring.wire.framing import derive
 from ringlet.ring.wire.handshake import Claim, connect_as
 from ringlet.ring.wire.keys import agreed_key

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
-from ringlet.ring.addresses import listen, own_address, split_port, with_port
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.errors import ProtocolError
+from ringlet.ring.wire.addresses import listen, own_address, split_port, with_port
 from ringlet.ring.wire.framing import OVERHEAD, Incoming, Outgoing
 from ringlet.ring.wire.handshake import CLAIM, Claim, Listening, connect_as, receive
 from ringlet.ring.wire.keys import agreed_key

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringlet.ring.addresses import addresses_of, family_of
 from ringlet.ring.errors import LaunchError
+from ringlet.ring.wire.addresses import addresses_of, family_of
 
 # user@host, where the host may be an IPv6 address in brackets, maybe with its interface. Neither
 # begins with -, which remote shells would take for an option.

@@ -6,9 +6,9 @@ import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 
-from ringlet.ring.addresses import family_of, interface_address, own_address
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import address_of
+from ringlet.ring.wire.addresses import family_of, interface_address, own_address
 
 # gloo, NCCL, MPICH's UCX, its libfabric and Open MPI each have a name of their own for it.
 _NAMES = (

@@ -24,12 +24,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self
 
-from ringlet.ring.addresses import addresses_of, with_port
 from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Arrived
 from ringlet.ring.launch.agent import finish, obey
 from ringlet.ring.processes import processes
+from ringlet.ring.wire.addresses import addresses_of, with_port
 from ringlet.ring.wire.entry import enter
 from ringlet.ring.wire.framing import derive
 from ringlet.ring.wire.handshake import Unwelcome

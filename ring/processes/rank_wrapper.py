@@ -22,13 +22,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ringlet.ring.addresses import split_port
 from ringlet.ring.awake_clock import AwakeClock
 from ringlet.ring.errors import LaunchError, ProtocolError
 from ringlet.ring.hosts.interfaces import network
 from ringlet.ring.processes import processes
 from ringlet.ring.processes.pmi import LONGEST, aborts, named_by, remove_segments
 from ringlet.ring.processes.torchrun import meeting_place
+from ringlet.ring.wire.addresses import split_port
 from ringlet.ring.wire.entry import enter, expect
 from ringlet.ring.wire.keys import STORE_KEY
 from ringlet.ring.wire.launch_link import (

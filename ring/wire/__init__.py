@@ -1,1 +1,1 @@
-"""What travels on sockets of our own: keys, proofs, frames, and the launcher's store."""
+"""Sockets of our own, and what travels on them: keys, proofs, frames, the launcher's store."""

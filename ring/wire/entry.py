@@ -7,8 +7,8 @@ import random
 import socket
 import time
 
-from ringlet.ring.addresses import split_port
 from ringlet.ring.errors import ProtocolError
+from ringlet.ring.wire.addresses import split_port
 from ringlet.ring.wire.handshake import Claim, connect_as
 from ringlet.ring.wire.launch_link import Channel, Kind, Role
 

@@ -7,7 +7,7 @@ import resource
 import secrets
 from dataclasses import dataclass
 
-from ringlet.ring.addresses import listen, with_port
+from ringlet.ring.wire.addresses import listen, with_port
 from ringlet.ring.wire.admission import Admission
 from ringlet.ring.wire.handshake import Claim
 from ringlet.ring.wire.launch_link import Channel, Role, store_key

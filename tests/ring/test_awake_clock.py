@@ -6,18 +6,14 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from begun_members import driver_of
 
 from ringlet.ring import awake_clock
 from ringlet.ring.awake_clock import LOOK, SLACK, AwakeClock
-from ringlet.ring.elastic.discovery import Discovery
-from ringlet.ring.elastic.driver import GRACE, Driver, _Attended
+from ringlet.ring.elastic.driver import GRACE, _Attended
 from ringlet.ring.elastic.membership import FENCE, LEAVE
-from ringlet.ring.elastic.rules import Rules
-from ringlet.ring.elastic.signs_of_life import SignsOfLife
-from ringlet.ring.hosts.hosts import Host
-from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch import rank_table
-from ringlet.ring.launch.rank_table import Rank, RankTable
+from ringlet.ring.launch.rank_table import Rank
 from ringlet.ring.wire.launch_link import Kind
 
 STALL = 100.0
@@ -89,23 +85,11 @@ class Stalling:
 
         poll = SimpleNamespace(poll=Poll, POLLIN=1, POLLOUT=4)
         monkeypatch.setattr(rank_table, "select", poll)
-        hosts = [Host("a", 2)]
-        rules, found = Rules(2, 1), Discovery(None, hosts=hosts)
-        self.driver = driver = Driver(["true"], rules, found, "gloo", {}, Reach())
         self.ranks = [Rank(n, "a", channel=Mock(closed=False, pending=0)) for n in range(2)]
-        driver._printer = printer = Mock(pending=0, wants=None)
-        driver._rank_table = RankTable(self.ranks, printer, driver._task, clock=driver._clock)
-        driver._signs = SignsOfLife(driver._membership, driver._rank_table, 0.0)
-        driver._attended = {n: _Attended() for n in range(2)}
+        self.driver = driver = driver_of(self.ranks, Mock(pending=0, wants=None))
         driver._signals = driver._noise = Mock()
         driver._listener = Mock(patience=lambda: None, sources=list)
-        found.look(0.0)
-        members = driver._membership
-        members.hosts_found(hosts, 0.0)
-        for member in members.decide(0.0).start:
-            members.asks(member.number, (), 0.0)
-        for number in members.decide(0.0).seats:
-            members.meets(number, 1)
+        driver._discovery.look(0.0)
 
     def turn(self, stall: float = 0.0) -> None:
         """Wait, and do what is due then."""

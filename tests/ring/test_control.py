@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from ringlet.ring import Communicator, PeerLost, RingError
-from ringlet.ring.addresses import listen, own_address
 from ringlet.ring.control import frame_kinds as control_frames
 from ringlet.ring.control import hub as control_hub
 from ringlet.ring.control import opening as control_open
@@ -27,6 +26,7 @@ from ringlet.ring.control.in_process import Inbox, LocalControl
 from ringlet.ring.control.opening import join, open_control
 from ringlet.ring.transports.local import LocalWorld, run_local
 from ringlet.ring.wire import admission
+from ringlet.ring.wire.addresses import listen, own_address
 from ringlet.ring.wire.framing import Incoming, Outgoing
 from ringlet.ring.wire.handshake import (
     GREETING,

@@ -22,7 +22,6 @@ from typing import Any, cast
 
 import pytest
 
-from ringlet.ring.addresses import listen
 from ringlet.ring.communicator import Communicator
 from ringlet.ring.control import heartbeat
 from ringlet.ring.control import pulse as control_pulse
@@ -37,6 +36,7 @@ from ringlet.ring.launch import start
 from ringlet.ring.processes.processes import children_of
 from ringlet.ring.transports.local import run_local
 from ringlet.ring.wire import admission
+from ringlet.ring.wire.addresses import listen
 from ringlet.ring.wire.framing import OVERHEAD
 from ringlet.ring.wire.handshake import CLAIM, GREETING, WELCOME, Claim, claim_from, connect_as
 

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from ringlet.ring.addresses import split_port
 from ringlet.ring.control.heartbeat import state_of
 from ringlet.ring.elastic import discovery as module
 from ringlet.ring.elastic.discovery import Discovery
@@ -23,6 +22,7 @@ from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host
 from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch.rank_table import RankTable
+from ringlet.ring.wire.addresses import split_port
 from ringlet.ring.wire.listener import Listener
 
 

@@ -7,16 +7,11 @@ import time
 from unittest.mock import Mock
 
 import pytest
+from begun_members import driver_of
 from launched_jobs import needs_torch
 
 from ringlet.ring.elastic import driver as module
-from ringlet.ring.elastic.discovery import Discovery
-from ringlet.ring.elastic.driver import Driver, _Attended
-from ringlet.ring.elastic.rules import Rules
-from ringlet.ring.elastic.signs_of_life import SignsOfLife
-from ringlet.ring.hosts.hosts import Host
-from ringlet.ring.hosts.remote import Reach
-from ringlet.ring.launch.rank_table import Rank, RankTable
+from ringlet.ring.launch.rank_table import Rank
 from ringlet.ring.wire.launch_link import Kind
 
 
@@ -25,21 +20,9 @@ class Job:
 
     def __init__(self):
         self.now = time.monotonic()
-        hosts = [Host("a", 2)]
-        self.driver = driver = Driver(
-            ["true"], Rules(2, 1), Discovery(None, hosts=hosts), "gloo", {}, Reach()
-        )
-        self.printer = driver._printer = Mock(pending=0)
+        self.printer = Mock(pending=0)
         self.ranks = [Rank(n, "a", channel=Mock(closed=False)) for n in range(2)]
-        driver._rank_table = RankTable(self.ranks, self.printer, driver._task)
-        driver._signs = SignsOfLife(driver._membership, driver._rank_table, 0.0)
-        driver._attended = {n: _Attended() for n in range(2)}
-        members = driver._membership
-        members.hosts_found(hosts, 0.0)
-        for member in members.decide(0.0).start:
-            members.asks(member.number, (), 0.0)
-        for number in members.decide(0.0).seats:
-            members.meets(number, 1)
+        self.driver = driver_of(self.ranks, self.printer)
 
     def end(self, number, code):
         self.ranks[number].code, self.ranks[number].done = code, True

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ringlet.ring import addresses as network
-from ringlet.ring.addresses import family_of, interface_address, listen, split_port, with_port
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.hosts.hosts import Host, bare, is_here, parse_hosts, read_hostfile
 from ringlet.ring.hosts.interfaces import find_interface, launcher_address
 from ringlet.ring.launch import start
+from ringlet.ring.wire import addresses as network
+from ringlet.ring.wire.addresses import family_of, interface_address, listen, split_port, with_port
 
 DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
 LONG = "[0:0:0:0:0:0:0:1]"  # this host, but not by a name that the launcher knows for it

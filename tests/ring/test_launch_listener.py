@@ -19,7 +19,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringlet.ring.addresses import split_port, with_port
 from ringlet.ring.elastic import driver
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.rules import Rules
@@ -31,6 +30,7 @@ from ringlet.ring.launch.start import WRAPPER, dropped, wrapper_environment
 from ringlet.ring.wire import admission
 from ringlet.ring.wire import entry as enter_module
 from ringlet.ring.wire import listener as door_module
+from ringlet.ring.wire.addresses import split_port, with_port
 from ringlet.ring.wire.entry import enter, expect
 from ringlet.ring.wire.handshake import (
     GREETING,
