@@ -44,18 +44,25 @@ class Inbox:
 
     def take(self, timeout: float | None = None) -> list[bytes]:
         """Return what has arrived; wait for it, a wake-up, an error, or ``timeout`` seconds."""
+        error = self._error  # before the queue is looked at, in which all is that came before it
+        messages = self._queued(timeout if error is None else 0.0)
+        if error is None and not messages and self._error is not None:  # it came meanwhile
+            error, messages = self._error, self._queued(0.0)
+        if error is not None and not messages:
+            raise again(error)
+        return messages
+
+    def _queued(self, timeout: float | None) -> list[bytes]:
+        """Return what is in the queue, once something is, or ``timeout`` is over."""
         messages: list[bytes] = []
         with suppress(Empty):
-            wait = self._error is None  # whose own entry in the queue may have been taken before
-            entry = self._queue.get(wait, None if timeout is None else max(0, timeout))
+            entry = self._queue.get(timeout=None if timeout is None else max(0, timeout))
             while True:
                 if entry is None:  # what asks to be woken from here on, this call's return answers
                     self._woken = False
                 else:
                     messages += entry
                 entry = self._queue.get_nowait()
-        if not messages and self._error is not None:
-            raise again(self._error)
         return messages
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import Empty
 
 import pytest
 
@@ -719,6 +720,26 @@ def test_a_signals_handler_in_the_midst_of_a_wake_up_loses_none(how):
         assert control.receive(WAIT) == []
         assert time.monotonic() - began < WAIT / 2
         control._waker = waker
+
+
+@pytest.mark.parametrize("timeout", [0.0, 0.01])
+def test_what_was_said_before_the_end_is_taken_though_time_was_up_before_both(timeout):
+    inbox, error = Inbox(), PeerLost("rank 0 gave up", [0])
+    real = inbox._queue
+
+    class Late:
+        """Time is up; then, before the reader goes on, rank 0 says a last word and is gone."""
+
+        def get(self, timeout):
+            inbox._queue = real
+            inbox.put([b"why"])
+            inbox.fail(error)
+            raise Empty
+
+    inbox._queue = Late()
+    assert inbox.take(timeout) == [b"why"]
+    with pytest.raises(PeerLost, match="gave up"):
+        inbox.take(timeout)
 
 
 def test_a_finaliser_may_wake_the_rank_whose_inbox_is_being_filled():
