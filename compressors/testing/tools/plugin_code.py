@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial, partialmethod
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 from ringlet.compressors.base.contract import Compressor
@@ -16,6 +16,7 @@ _INSTALLED = "/site-packages/", "/dist-packages/"
 # Of shorter ones other checks try many; longer ones take too long.
 _NAMED = range(256, (1 << 22) + 1)
 _MOST = 8  # numbers, or words, that are looked at
+_PLAIN = frozenset({str, bytes, bool, int, float, complex, NoneType})  # of no module, with no code
 _WORD = 40  # characters of a word
 
 
@@ -60,6 +61,8 @@ def is_theirs(name: str, packages: set[str]) -> bool:
 
 def home(value: Any) -> str:
     """Return the module that something is, or is of; "" where it does not say."""
+    if type(value) in _PLAIN:
+        return ""
     if isinstance(value, ModuleType):
         return value.__name__
     if isinstance(value, FunctionType | type):
@@ -70,6 +73,8 @@ def home(value: Any) -> str:
 
 def codes_of(value: Any, depth: int = 4) -> Iterator[CodeType]:
     """Yield the code of a function, and of those in a table, a decorator or a property."""
+    if type(value) in _PLAIN:
+        return
     if isinstance(value, dict | list | tuple | set):
         within = list(value.values() if isinstance(value, dict) else value)
     elif isinstance(value, property):
