@@ -21,31 +21,26 @@ from ringlet.ring.descriptors import (
 )
 from ringlet.ring.elastic.discovery import Discovery
 from ringlet.ring.elastic.held_back import HeldBack
+from ringlet.ring.elastic.member_starter import LOCAL, MemberStarter
 from ringlet.ring.elastic.membership import LEAVE, Decisions, JobMember, Membership
-from ringlet.ring.elastic.placement_engine import PlacementEngine, StartedMember, StartedProcess
+from ringlet.ring.elastic.placement_engine import PlacementEngine, StartedMember
 from ringlet.ring.elastic.rules import Rules
 from ringlet.ring.elastic.signs_of_life import SignsOfLife
 from ringlet.ring.errors import LOST_PEER, LaunchError
-from ringlet.ring.hosts.forwarding import forwarded, without_credentials
-from ringlet.ring.hosts.hosts import Host, Seat, bare, is_here
-from ringlet.ring.hosts.interfaces import launcher_address
-from ringlet.ring.hosts.remote import Reach, start_agent
+from ringlet.ring.hosts.hosts import Host
+from ringlet.ring.hosts.remote import Reach
 from ringlet.ring.launch import start
-from ringlet.ring.launch.horovod_hint import horovod_hint
 from ringlet.ring.launch.plan import shown
 from ringlet.ring.launch.rank_table import Rank, RankTable
 from ringlet.ring.launch.signed_pickle import leave_parcels
-from ringlet.ring.processes import processes, torchrun
+from ringlet.ring.processes import processes
 from ringlet.ring.processes.output import HIGH, Printer
 from ringlet.ring.processes.signals import Signals
 from ringlet.ring.rendezvous import epochs
 from ringlet.ring.rendezvous.loss_report import leaving_code, leaving_name
-from ringlet.ring.variables import check
-from ringlet.ring.wire.keys import MEMBER
 from ringlet.ring.wire.kv_store import KvStore
 from ringlet.ring.wire.launch_link import Kind
 
-LOCAL = "127.0.0.1"
 GRACE = 5.0  # seconds between asking members to end and killing them, and until they are given up
 GONE = 1.0  # seconds until a member that is killed while others go on counts as gone with its host
 NOISE = 1 << 14  # bytes kept of what wrappers and remote shells say themselves
@@ -118,22 +113,10 @@ class Driver:
         env: Mapping[str, str],
         reach: Reach,
     ) -> None:
-        transport = start.asked_transport(transport, env)
-        if transport == "mpi":
-            raise LaunchError(
-                "an elastic job cannot use MPI, whose library ends every rank when one is lost: "
-                "use --transport gloo"
-            )
-        self._transport, _ = start.choose_transport(transport or "gloo")
-        self._command, self._env, self._reach = list(command), {**os.environ, **env}, reach
-        try:
-            check(self._env)
-        except ValueError as error:
-            raise LaunchError(str(error)) from None
-        self._asked = {*env, *reach.forward}
         self._rules, self._discovery = rules, discovery
         self._engine = None if isinstance(discovery, Discovery) else discovery
-        patience = self._reach.start_timeout
+        self._starter = MemberStarter(command, transport, env, reach, self._engine)
+        self._start_timeout = patience = reach.start_timeout
         self._clock = AwakeClock()  # members may have stood still where this process did
         self._membership = Membership(rules, self._clock.now(), start_timeout=patience)
         self.kv_store = KvStore()
@@ -146,9 +129,6 @@ class Driver:
         self._end_at: float | None = None  # when what is left of an ending job is killed
         self._killed = False  # whether that was done
         self._forwarded: list[int] = []
-        # A remote shell of the user's own may know hosts by names that mean nothing here.
-        self._resolve = reach.rsh is None
-        self._known_here: dict[str, bool] = {}
 
     def run(
         self, printer: Printer, verbose: bool, parcels: Mapping[str, bytes] | None = None
@@ -195,14 +175,15 @@ class Driver:
         """Say what is started, on ``hosts``, and where files of the output are."""
         first = "1 rank" if self._rules.np == 1 else f"{self._rules.np} ranks"
         where = ""
-        if len(hosts) > 1 or self._elsewhere(hosts):
+        if len(hosts) > 1 or self._starter.elsewhere(hosts):
             slots = (f"{h.slots} slot{'s' * (h.slots > 1)}" for h in hosts)
             listed = ", ".join(f"{h.name} ({n})" for h, n in zip(hosts, slots, strict=True))
             where = f" on {listed},"
         folder = self._printer.directory
         files = f"; what process N prints is in {folder}/rank.N too" if folder else ""
-        least, what = self._rules.min_np, shown(self._command)
-        return f"{first} at first, at least {least},{where} over {self._transport}: {what}{files}"
+        least, over = self._rules.min_np, self._starter.transport
+        what = shown(self._starter.command)
+        return f"{first} at first, at least {least},{where} over {over}: {what}{files}"
 
     def _open(
         self,
@@ -214,7 +195,7 @@ class Driver:
 
         ``stack`` closes it, when it has ended the members.
         """
-        own = self._address(hosts)
+        own = self._starter.address(hosts)
         self._local = own == LOCAL and self._engine is None
         secret = self._engine.secret if self._engine is not None else None
         self._listener = start.listen_for_wrappers(0, own, secret)
@@ -236,19 +217,11 @@ class Driver:
         rank = self._membership.members[number].rank
         return number if rank is None else rank
 
-    def _address(self, hosts: Sequence[Host]) -> str:
-        if self._engine is not None:
-            return self._engine.address
-        others, interfaces = self._elsewhere(hosts), self._reach.interfaces
-        return launcher_address(interfaces, others) if others or interfaces else LOCAL
-
     def _remind(self) -> bool:
         number = self._blamed
         if number is None or self._forwarded:
             return False
-        here = self._rank_table.ranks[number].here
-        python = start.other_python(self._command[0], self._env.get("PATH")) if here else None
-        remedy = python or horovod_hint(self._command)
+        remedy = self._starter.remedy(self._rank_table.ranks[number].here)
         return self._printer.remind(number, f"process {number}", remedy)
 
     def _first_hosts(self) -> list[Host] | None:
@@ -281,23 +254,13 @@ class Driver:
 
     def _heartbeat(self) -> float:
         try:
-            return pulse.seconds_from(self._env)
+            return pulse.seconds_from(self._starter.env)
         except ValueError as error:
             raise LaunchError(str(error)) from None
 
-    def _elsewhere(self, hosts: Sequence[Host]) -> list[str]:
-        return [host.name for host in hosts if not self._is_here(host.name)]
-
-    def _is_here(self, host: str) -> bool:
-        if self._engine is not None:
-            return host == self._engine.here
-        if host not in self._known_here:  # a name is looked up once: a resolver may hang
-            self._known_here[host] = is_here(host, self._resolve)
-        return self._known_here[host]
-
     def _reachable(self, hosts: list[Host]) -> list[Host]:
         """Return those of ``hosts`` that can reach this launcher, and say which cannot."""
-        others = self._elsewhere(hosts) if self._local else []
+        others = self._starter.elsewhere(hosts) if self._local else []
         if others:
             self._printer.note(
                 f"host {others[0]} cannot join: the hosts at the start were this one alone, so the"
@@ -444,7 +407,7 @@ class Driver:
         why = f"ended with code {code}"
         if code is None:
             name = self._rules.named("start_timeout")
-            why = f"did not report within {self._reach.start_timeout:g} s ({name})"
+            why = f"did not report within {self._start_timeout:g} s ({name})"
         said = bytes(self._said).decode(errors="replace").strip()
         how = f"did not start: what should have started it {why}"
         how += f"; it said: {said.splitlines()[-1]}" if said else ""
@@ -531,71 +494,23 @@ class Driver:
         self.kv_store.leave(name, json.dumps(answer).encode())
 
     def _start(self, member: JobMember, now: float) -> None:
-        here = self._is_here(member.host)
-        number = member.number
-        self._rank_table.ranks.append(Rank(number, member.host, here))
+        number, host = member.number, member.host
+        rank = Rank(number, host, self._starter.is_here(host))
+        self._rank_table.ranks.append(rank)
         self._printer.join(number)
         self._listener.size = number + 1
-        attended = self._attended[number] = _Attended(start_by=now + self._reach.start_timeout)
+        attended = self._attended[number] = _Attended(start_by=now + self._start_timeout)
         try:
-            if here:
-                env = start.wrapper_environment(self._listener.address, self._listener.secret)
-                (one,) = start.start_wrappers([number], env, self._writer)
-                attended.started = StartedProcess(one.process)
-                return
-            order = {
-                "address": self._listener.address,
-                "secret": self._listener.secret.hex(),
-                "programs": [{"RINGLET_RANK": str(number)}],
-            }
-            if self._engine is not None:
-                attended.started = self._engine.start(member.host, order)
-                return
-            env = forwarded(self._env, self._asked)
-            shell = self._reach.shell()
-            process = start_agent(shell, bare(member.host), env, order, self._writer)
-            attended.started = StartedProcess(process)
+            attended.started = self._starter.start(number, host, self._listener, self._writer)
         except LaunchError as error:
             attended.start_by = None
-            rank = self._rank_table.ranks[number]
             rank.done, rank.code = True, 1
             self._membership.ended(number, 1, f"did not start: {error}", now)
 
     def _task(self, number: int) -> dict[str, Any]:
-        member = self._membership.members[number]
-        rank = self._rank_table.ranks[number]
-        remote = without_credentials(forwarded(self._env, self._asked))
-        base = self._env if rank.here else remote
-        if self._engine is not None:  # whose workers have an environment, and GPUs, of their own
-            base = {name: self._env[name] for name in self._asked}
-        living = [m for m in self._membership.members.values() if not m.ended]
-        there, size = [m for m in living if m.host == member.host], len(living)
-        seat = Seat(member.host, member.local, len(there))
-        env = start.rank_environment(
-            base, number, max(size, number + 1), self._transport, self._listener.address, seat, {}
-        )
-        peers = [m.number for m in living if m.local == member.local]
-        env |= start.cross_environment(member.host, number, peers)
-        if index := member.host.partition("/")[2]:  # of nodes whose hosts have the same name
-            env["RINGLET_NODE"] = index
-        for name in torchrun.NAMES:
-            env.pop(name, None)  # they would not follow the ranks
-        # As Horovod's programs know them: what held when they were started.
-        env |= {
-            MEMBER: str(number),
-            "HOROVOD_HOSTNAME": member.host,
-            "HOROVOD_RANK": str(number),
-            "HOROVOD_ELASTIC": "1",
-        }
-        return {
-            "command": self._command,
-            "env": env,
-            "drop": start.dropped(),
-            "local_size": len(there),
-            "interfaces": self._reach.interfaces,
-            "leads": False,
-            "pmi": False,
-        }
+        members, here = self._membership.members, self._rank_table.ranks[number].here
+        living = [member for member in members.values() if not member.ended]
+        return self._starter.task(members[number], living, here, self._listener.address)
 
     def _release(self) -> None:
         """Leave no process behind."""
