@@ -33,9 +33,13 @@ def test_what_mpi_asks() -> None:
         assert all(number == rank for number, _ in replies)
         return [reply.decode() for _, reply in replies]
 
-    assert ask(0, "cmd=init pmi_version=1 pmi_subversion=1\n") == [
-        "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n"
-    ]
+    # Who has begun waits for its answer, at rest: in MPI_Init it would turn in circles.
+    begin = "cmd=init pmi_version=1 pmi_subversion=1\n"
+    assert ask(2, begin) == ask(0, begin) == []
+    assert pmi.waits_in_vain([1]) == [1]
+    begun = b"cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n"
+    assert pmi.take(1, begin.encode()) == [(2, begun), (0, begun), (1, begun)]
+    assert pmi.waits_in_vain([1]) == []
     assert ask(0, "cmd=get_my_kvsname") == [f"cmd=my_kvsname kvsname={pmi.name}\n"]
     assert pmi.name != Pmi([2, 1]).name  # MPI names shared memory after it
     assert ask(0, "cmd=get_universe_size") == ["cmd=universe_size size=3\n"]
@@ -141,6 +145,7 @@ IN_INIT = """
 import os, time
 if os.environ["PMI_RANK"] == "0":
     from mpi4py import MPI
+os.write(int(os.environ["PMI_FD"]), b"cmd=init pmi_version=1 pmi_subversion=1\\n")  # and no more
 while True:
     time.sleep(1)
 """
