@@ -33,6 +33,7 @@ from ringlet.ring.rank_order import (
 )
 from ringlet.ring.transports.mpi_ring import LEAST, ring_allreduce
 from ringlet.ring.transports.mpi_segments import take_names_away
+from ringlet.ring.transports.mpi_waits import wait_at_rest
 
 _SHORT = ("int8", "uint8", "int16", "uint16")
 REMEDY = "Install one: pip install 'ringlet[mpi]'"
@@ -103,21 +104,21 @@ class MpiCommunicator(Communicator):
         byte = self._mpi.BYTE
         own = [send, send.nbytes, byte]
         if len(set(counts)) == 1:
-            self._call(self._comm.Allgather, own, [receive, send.nbytes, byte])
+            self._wait(self._comm.Iallgather, own, [receive, send.nbytes, byte])
         else:
-            self._call(self._comm.Allgatherv, own, self._pieces(receive, counts))
+            self._wait(self._comm.Iallgatherv, own, self._pieces(receive, counts))
 
     def _alltoall(
         self, send: Array, receive: Array, send_counts: list[int], receive_counts: list[int]
     ) -> None:
         outgoing, incoming = self._pieces(send, send_counts), self._pieces(receive, receive_counts)
-        self._call(self._comm.Alltoallv, outgoing, incoming)
+        self._wait(self._comm.Ialltoallv, outgoing, incoming)
 
     def _broadcast(self, buffer: Array, root: int) -> None:
-        self._call(self._comm.Bcast, [buffer, buffer.nbytes, self._mpi.BYTE], root)
+        self._wait(self._comm.Ibcast, [buffer, buffer.nbytes, self._mpi.BYTE], root)
 
     def _barrier(self) -> None:
-        self._call(self._comm.Barrier)
+        self._wait(self._comm.Ibarrier)
 
     def _subset(self, ranks: list[int]) -> MpiCommunicator | None:
         everybody = self._comm.Get_group()
@@ -140,9 +141,14 @@ class MpiCommunicator(Communicator):
             with contextlib.suppress(self._mpi.Exception):  # broken: there is nothing left to free
                 comm.Free()
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _wait(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call what only begins an operation, and wait for its end at rest."""
+        self._call(function, *args, rest=True)
+
+    def _call(self, function: Callable[..., Any], *args: Any, rest: bool = False) -> Any:
         try:
-            return function(*args)
+            made = function(*args)
+            return wait_at_rest(made) if rest else made
         except self._mpi.Exception as error:
             lost = {getattr(self._mpi, n, None) for n in ("ERR_PROC_ABORTED", "ERR_PROC_FAILED")}
             kind = PeerLost if error.Get_error_class() in lost else RingError

@@ -15,6 +15,7 @@ import numpy as np
 
 from ringlet.ring.dtypes import Array
 from ringlet.ring.rank_order import Scratch, even_counts
+from ringlet.ring.transports.mpi_waits import wait_at_rest
 
 LEAST = 1 << 19  # bytes of a shard from which the ring beats MPI's own algorithms
 BLOCK = 1 << 20  # bytes received at a time
@@ -44,13 +45,14 @@ def ring_allreduce(mpi: Any, comm: Any, buffer: Array, ufunc: np.ufunc, scratch:
                 arriving, here = coming, slots[i % 2, : block.size]
                 if i + 1 < len(blocks):
                     coming = receive(slots[(i + 1) % 2, : blocks[i + 1].size])
-                arriving.Wait()
+                wait_at_rest(arriving)
                 ufunc(block, here, out=block)
-            mpi.Request.Waitall(sends)
+            for gone in sends:
+                wait_at_rest(gone)
     for step in range(size - 1):
         gone = send(shards[(rank + 1 - step) % size])
-        receive(shards[(rank - step) % size]).Wait()
-        gone.Wait()
+        wait_at_rest(receive(shards[(rank - step) % size]))
+        wait_at_rest(gone)
 
 
 def _blocks(shard: Array, most: int) -> list[Array]:
