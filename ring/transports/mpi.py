@@ -1,7 +1,7 @@
 """Ranks of an MPI job, through mpi4py.
 
 Small reductions are MPI's own, because it knows the machine's hierarchy; large ones go around a
-ring (``ringlet.ring.transports.mpi_ring``). 16-bit floats, minima and maxima of floats (where MPI
+ring (``ringlet.ring.transports.mpi_blocks``). 16-bit floats, minima and maxima of floats (where MPI
 says nothing about NaN and signed zeros), and short integers where the library's sums of them
 saturate, are combined in rank order by ``ringlet.ring.rank_order``. What is only moved travels
 as bytes.
@@ -31,11 +31,12 @@ from ringlet.ring.rank_order import (
     exchange_shards,
     settle_nans,
 )
-from ringlet.ring.transports.mpi_ring import LEAST, ring_allreduce
+from ringlet.ring.transports.mpi_blocks import LEAST, Blocks
 from ringlet.ring.transports.mpi_segments import take_names_away
 from ringlet.ring.transports.mpi_waits import wait_at_rest
 
 _SHORT = ("int8", "uint8", "int16", "uint16")
+_FEW = 32  # ranks to each of which this one sends by itself
 REMEDY = "Install one: pip install 'ringlet[mpi]'"
 
 # What launchers pass on, and batch systems send before a job's time is over.
@@ -67,6 +68,7 @@ class MpiCommunicator(Communicator):
         # Open MPI lets sums of short integers saturate where the processor has AVX (issue 8045).
         self._saturates = "Open MPI" in self._mpi.Get_library_version()
         self._scratch = Scratch()
+        self._blocks = Blocks(self._mpi, self._comm)
         if self._mpi.Comm.Compare(self._comm, self._mpi.COMM_WORLD) != self._mpi.UNEQUAL:
             self._call(self._comm.Barrier)  # no rank has yet to find a segment by its name
             take_names_away()
@@ -84,7 +86,7 @@ class MpiCommunicator(Communicator):
             return
         if buffer.nbytes >= LEAST * self.size:
             combined = UFUNCS[op]
-            self._call(ring_allreduce, self._mpi, self._comm, buffer, combined, self._scratch)
+            self._call(self._blocks.ring_allreduce, buffer, combined, self._scratch)
             return
         values, mpi_op = self._operands(buffer, op)
         self._call(self._comm.Allreduce, self._mpi.IN_PLACE, values, mpi_op)
@@ -101,6 +103,9 @@ class MpiCommunicator(Communicator):
         self._call(self._comm.Reduce_scatter, values, own, counts, mpi_op)
 
     def _allgather(self, send: Array, receive: Array, counts: list[int]) -> None:
+        if max(counts) * receive.itemsize >= LEAST:
+            self._call(self._blocks.ring_allgather, send, receive, counts)
+            return
         byte = self._mpi.BYTE
         own = [send, send.nbytes, byte]
         if len(set(counts)) == 1:
@@ -111,6 +116,9 @@ class MpiCommunicator(Communicator):
     def _alltoall(
         self, send: Array, receive: Array, send_counts: list[int], receive_counts: list[int]
     ) -> None:
+        if self.size <= _FEW:
+            self._call(self._blocks.alltoall, send, receive, send_counts, receive_counts)
+            return
         outgoing, incoming = self._pieces(send, send_counts), self._pieces(receive, receive_counts)
         self._wait(self._comm.Ialltoallv, outgoing, incoming)
 

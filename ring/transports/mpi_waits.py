@@ -6,10 +6,11 @@ import os
 import time
 from typing import Any
 
-_LOOKS = 128  # in a row: each lets MPI move some of what has arrived
+_LOOKS = 128  # in a row: each lets MPI move a little of what has arrived
 _PATIENCE = 2e-4  # seconds until the first rest, in which others that want the core get it
 _SHARE = 8  # it rests for this part of the time that it has waited: so much later it may notice
-_LONGEST = 0.01  # seconds of a rest
+_LONGEST = 2e-3  # seconds of a rest
+_AWAKE = 4  # then it looks for this part of the rest, or what arrives would pile up
 
 
 def wait_at_rest(request: Any) -> None:
@@ -22,13 +23,19 @@ def wait_at_rest(request: Any) -> None:
 
 
 def _wait(request: Any) -> None:
-    done, begun = request.Test, time.perf_counter()
+    done, clock = request.Test, time.perf_counter
+    begun = until = clock()
     while True:
         for _ in range(_LOOKS):
             if done():
                 return
-        waited = time.perf_counter() - begun
+        now = clock()
+        if now < until:
+            continue
+        waited = now - begun
         if waited < _PATIENCE:
             os.sched_yield()
         else:
-            time.sleep(min(waited / _SHARE, _LONGEST))
+            rest = min(waited / _SHARE, _LONGEST)
+            time.sleep(rest)
+            until = clock() + rest / _AWAKE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -27,17 +28,20 @@ class Pending:
         self.waited = True
 
 
+LOOKED = 5e-5  # seconds that a row of looks takes
+
+
 @pytest.fixture
-def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return for how long there were rests, by a clock that these alone, and looks, move."""
-    now, taken = [0.0], list[float]()
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """Return when there were rests, and how long, by a clock that these alone, and looks, move."""
+    now, taken = [0.0], list[tuple[float, float]]()
 
     def sleep(seconds: float) -> None:
-        taken.append(seconds)
+        taken.append((now[0], seconds))
         now[0] += seconds
 
     def clock() -> float:
-        now[0] += 5e-5  # what a row of looks takes
+        now[0] += LOOKED
         return now[0]
 
     monkeypatch.setattr(time, "sleep", sleep)
@@ -46,7 +50,7 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_what_is_soon_complete_costs_no_rest(
-    rests: list[float], monkeypatch: pytest.MonkeyPatch
+    rests: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offered = list[None]()
     monkeypatch.setattr(os, "sched_yield", lambda: offered.append(None))
@@ -55,15 +59,16 @@ def test_what_is_soon_complete_costs_no_rest(
     assert (rests, len(offered), pending.waited) == ([], 1, False)
 
 
-def test_rests_are_a_part_of_the_wait_so_that_it_ends_little_later(rests: list[float]) -> None:
-    wait_at_rest(Pending(100 * mpi_waits._LOOKS))
-    waited = 0.0
-    for seconds in rests:
-        waited += 5e-5
-        assert seconds <= (waited + mpi_waits._PATIENCE) / mpi_waits._SHARE
-        waited += seconds
+def test_rests_are_a_part_of_the_wait_so_that_it_ends_little_later(
+    rests: list[tuple[float, float]],
+) -> None:
+    wait_at_rest(Pending(1000 * mpi_waits._LOOKS))
+    for begun, seconds in rests:
+        assert seconds <= (begun - LOOKED) / mpi_waits._SHARE
+    for (begun, seconds), (then, _) in pairwise(rests):  # and it is awake in between
+        assert then - (begun + seconds) >= seconds / mpi_waits._AWAKE
     assert len(rests) > 50
-    assert rests[-1] == mpi_waits._LONGEST > 100 * rests[0]  # long waits cost next to nothing
+    assert rests[-1][1] == mpi_waits._LONGEST > 50 * rests[0][1]  # who waits long costs little
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("MPI")])
