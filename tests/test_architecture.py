@@ -36,8 +36,8 @@ FLOORS = {
     # Keras stands on TensorFlow's operations, and TensorFlow's optimizer and tape on Keras.
     "frameworks": """precision metrics job observe shared shared/gradients
         horovod report cli as_horovod data_loaders ray dask
-        torch/tensors torch/ops torch/precision torch/optimizer torch/functions torch/elastic
-        torch/parallel torch/recipes torch
+        torch/tensors torch/ops torch/precision torch/parameters torch/optimizer torch/functions
+        torch/elastic torch/parallel torch/recipes torch
         tensorflow/ops tensorflow/functions jax/ops keras spark tensorflow jax/sharded jax mxnet
         __main__""",
 }

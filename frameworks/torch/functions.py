@@ -16,8 +16,8 @@ from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import SAME_MODEL, agree, told_alike
 from ringlet.torch.ops.entry_points import public
 from ringlet.torch.ops.movements import broadcast_async_
-from ringlet.torch.optimizer.checkpoint import STATE_KEY
 from ringlet.torch.optimizer.loaded_memory import agree_on_loaded
+from ringlet.torch.parameters.checkpoint import STATE_KEY
 from ringlet.torch.tensors.state_trees import assembled, dissected, is_tree, rooms
 from ringlet.torch.tensors.views import check, check_whole
 

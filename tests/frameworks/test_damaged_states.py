@@ -14,7 +14,7 @@ from ringlet.compressors import Router, parse
 from ringlet.compressors.states import fit, merged
 from ringlet.ring.errors import Mismatch
 from ringlet.shared.residual_store import dumps, loads, mapped
-from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.parameters import checkpoint
 
 pytestmark = pytest.mark.preloaded("torch")
 

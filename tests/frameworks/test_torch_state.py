@@ -21,7 +21,7 @@ from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous import epochs
 from ringlet.shared.compression import as_router
 from ringlet.torch.elastic import state as elastic_state
-from ringlet.torch.optimizer import checkpoint
+from ringlet.torch.parameters import checkpoint
 
 pytestmark = pytest.mark.preloaded("torch")
 

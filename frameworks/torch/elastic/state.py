@@ -16,8 +16,8 @@ from ringlet.shared.memory import Undo, at_work
 from ringlet.shared.residual_store import mapped
 from ringlet.torch.elastic.hook_memory import HookMemory, memory_of, register
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from ringlet.torch.optimizer.checkpoint import STATE_KEY
 from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.parameters.checkpoint import STATE_KEY
 
 _ALONE = "progress"  # the method of optimizers whose ranks do something alone
 

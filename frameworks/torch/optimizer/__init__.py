@@ -1,4 +1,4 @@
-"""DistributedOptimizer for torch: hooks, the reducer, and what compressors remember."""
+"""DistributedOptimizer for torch: its hooks, what reduces gradients step by step, and checks."""
 
 from ringlet.torch.optimizer.wrapper import DistributedOptimizer
 

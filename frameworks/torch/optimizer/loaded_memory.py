@@ -16,8 +16,8 @@ from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import current
 from ringlet.ring.callers import outside
 from ringlet.ring.rendezvous.epochs import is_elastic
-from ringlet.torch.optimizer.checkpoint import ADVICE, Loaded
 from ringlet.torch.optimizer.reducer import Reducer
+from ringlet.torch.parameters.checkpoint import ADVICE, Loaded
 
 _SHOWN = 3  # tensors that the warning names
 

@@ -28,14 +28,14 @@ from ringlet.shared.requests import check_predivide
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.optimizer.double_reduction import refuse_ddp
 from ringlet.torch.optimizer.drift_check import DriftCheck
-from ringlet.torch.optimizer.frozen import is_zero, refuse_strays
 from ringlet.torch.optimizer.grad_hooks import GradHooks
-from ringlet.torch.optimizer.naming import warn_of_unmatched
 from ringlet.torch.optimizer.optimizer_checks import warn_of_no_gradients
-from ringlet.torch.optimizer.parameter_memory import ParameterMemory
 from ringlet.torch.optimizer.sparse_gradients import SparseGradients
 from ringlet.torch.optimizer.step_agreement import StepAgreement
 from ringlet.torch.optimizer.step_gradients import StepGradients
+from ringlet.torch.parameters.frozen import is_zero, refuse_strays
+from ringlet.torch.parameters.naming import warn_of_unmatched
+from ringlet.torch.parameters.parameter_memory import ParameterMemory
 from ringlet.torch.tensors.placement import HOST, place_of
 from ringlet.torch.tensors.views import check, dtype_of
 

@@ -15,7 +15,7 @@ from ringlet.ring.dtypes import Array
 from ringlet.shared.gradients.gradient_settings import LARGE
 from ringlet.torch.ops.handles import SparseHandle
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
-from ringlet.torch.optimizer.frozen import is_still
+from ringlet.torch.parameters.frozen import is_still
 from ringlet.torch.tensors.placement import from_engine
 
 

@@ -15,7 +15,7 @@ from ringlet.job.session import Runtime
 from ringlet.ring.errors import Mismatch
 from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.model_agreement import agree, told_alike
-from ringlet.torch.optimizer.parameter_memory import ParameterMemory
+from ringlet.torch.parameters.parameter_memory import ParameterMemory
 
 _FREEZE = "set requires_grad alike on all ranks, in the same step, or their models drift apart"
 _LOADED = (

@@ -11,7 +11,7 @@ from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.torch.ops.reductions import allreduce
-from ringlet.torch.optimizer.frozen import is_still
+from ringlet.torch.parameters.frozen import is_still
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.shared_storage import address, are_shared, is_expanded, overlaps
 from ringlet.torch.tensors.views import as_flat, shares_memory

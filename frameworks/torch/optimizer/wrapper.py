@@ -26,14 +26,12 @@ from ringlet.shared.residual_store import remembered
 from ringlet.shared.wrapping import Original, last_made, note_made, refuse_wrapped, wrapped
 from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.optimizer.adasum_optimizer import AdasumMixin
-from ringlet.torch.optimizer.checkpoint import STATE_KEY, record_in, shards_of
 from ringlet.torch.optimizer.lost_memory import (
     mark,
     of_distributed_checkpoint,
     take_mark,
     warn_of_loaded_too_early,
 )
-from ringlet.torch.optimizer.naming import Named, grouped_names, name_parameters
 from ringlet.torch.optimizer.optimizer_checks import (
     check_is_optimizer,
     refuse_inner_groups,
@@ -41,6 +39,8 @@ from ringlet.torch.optimizer.optimizer_checks import (
 )
 from ringlet.torch.optimizer.reducer import NO_COPY, Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler, cycle_of, of_scaler
+from ringlet.torch.parameters.checkpoint import STATE_KEY, record_in, shards_of
+from ringlet.torch.parameters.naming import Named, grouped_names, name_parameters
 from ringlet.torch.precision.masters import PRECISION_KEY, Masters, going_on, scale_in
 from ringlet.torch.precision.policy_checks import acts, check_policy, check_wire
 

@@ -23,9 +23,9 @@ from ringlet.precision import Policy, parse_policy
 from ringlet.torch.elastic.epoch_group import AGAIN, STALE, EpochGroup
 from ringlet.torch.ops.entry_points import public, untraced
 from ringlet.torch.ops.sparse_allreduce import sparse_allreduce_async
-from ringlet.torch.optimizer.naming import named_pairs
 from ringlet.torch.parallel.ddp_state import DdpState, KeptState, of_epochs
 from ringlet.torch.parallel.group_runtimes import runtime_of
+from ringlet.torch.parameters.naming import named_pairs
 from ringlet.torch.precision.policy_checks import acts
 from ringlet.torch.tensors.placement import HOST, behind, flat_at, packed
 from ringlet.torch.tensors.views import check, unstage

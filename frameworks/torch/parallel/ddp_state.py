@@ -28,11 +28,11 @@ from ringlet.shared.residual_store import put, warn_of_common, warn_of_misfits
 from ringlet.torch.elastic.epoch_group import AGAIN, behind_backward
 from ringlet.torch.elastic.hook_memory import NO_BACKWARD, HookMemory, kept_for, reopen
 from ringlet.torch.ops.entry_points import untraced
-from ringlet.torch.optimizer import checkpoint
-from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
 from ringlet.torch.parallel.ddp_names import BucketPlaces, checksum, is_place, names_in_ddp
 from ringlet.torch.parallel.group_runtimes import refuse_other_ranks
 from ringlet.torch.parallel.memory_order import MemoryOrders
+from ringlet.torch.parameters import checkpoint
+from ringlet.torch.parameters.naming import routed, warn_of_unmatched, wrapped_in
 from ringlet.torch.tensors.placement import place_of
 from ringlet.torch.tensors.views import dtype_of
 

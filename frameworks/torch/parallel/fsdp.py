@@ -20,7 +20,6 @@ from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.process_sets import InvalidArgument
 from ringlet.shared.compression import as_router
 from ringlet.torch.ops.entry_points import public
-from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.fsdp_params import levels
 from ringlet.torch.parallel.fsdp_reduction import (
     FsdpReduction,
@@ -35,6 +34,7 @@ from ringlet.torch.parallel.fsdp_transport import (
     labelled,
     sharded_modules,
 )
+from ringlet.torch.parameters import checkpoint
 
 log = logging.getLogger("ringlet")
 

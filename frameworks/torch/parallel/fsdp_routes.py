@@ -8,8 +8,8 @@ import torch
 
 from ringlet.compressors import Compressor, NoCompression, Router
 from ringlet.compressors.specs.edition import edition
-from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
 from ringlet.torch.parallel.fsdp_params import placed
+from ringlet.torch.parameters.naming import routed, warn_of_unmatched, wrapped_in
 
 
 class FsdpRoutes:

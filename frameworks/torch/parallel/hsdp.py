@@ -37,7 +37,6 @@ from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.torch_jobs import connect_group
 from ringlet.shared.compression import as_router
 from ringlet.torch.ops.entry_points import public, untraced
-from ringlet.torch.optimizer import checkpoint
 from ringlet.torch.parallel.backward_outcome import BackwardFailure, Stage
 from ringlet.torch.parallel.fsdp_params import Reduced, held, lengths, levels, reduced, span_key
 from ringlet.torch.parallel.fsdp_routes import FsdpRoutes, described
@@ -48,6 +47,7 @@ from ringlet.torch.parallel.fsdp_transport import (
     sharded_modules,
 )
 from ringlet.torch.parallel.group_runtimes import check_group, watched
+from ringlet.torch.parameters import checkpoint
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.views import check, dtype_of, unstage
 

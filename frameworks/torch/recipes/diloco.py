@@ -17,20 +17,20 @@ from ringlet.job.session import current
 from ringlet.ring.errors import RingError
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.torch.ops.entry_points import untraced
-from ringlet.torch.optimizer.checkpoint import (
+from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
+from ringlet.torch.optimizer.optimizer_checks import check_is_optimizer, refuse_partitioned
+from ringlet.torch.optimizer.reducer import REPEAT, Reducer
+from ringlet.torch.optimizer.scaler_looks import RefusesScaler
+from ringlet.torch.optimizer.wrapper import DistributedOptimizer
+from ringlet.torch.parameters.checkpoint import (
     STATE_KEY,
     check_optimizers,
     check_tensors,
     record_in,
     shards_of,
 )
-from ringlet.torch.optimizer.frozen import refuse_strays
-from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
-from ringlet.torch.optimizer.naming import Named, name_parameters
-from ringlet.torch.optimizer.optimizer_checks import check_is_optimizer, refuse_partitioned
-from ringlet.torch.optimizer.reducer import REPEAT, Reducer
-from ringlet.torch.optimizer.scaler_looks import RefusesScaler
-from ringlet.torch.optimizer.wrapper import DistributedOptimizer
+from ringlet.torch.parameters.frozen import refuse_strays
+from ringlet.torch.parameters.naming import Named, name_parameters
 
 _KEY = "ringlet_diloco"  # in a state_dict, beside the inner optimizer's state
 

@@ -21,18 +21,18 @@ from ringlet.shared.compression import as_router
 from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.torch.ops.entry_points import untraced
-from ringlet.torch.optimizer.checkpoint import (
+from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
+from ringlet.torch.optimizer.reducer import REPEAT, Reducer
+from ringlet.torch.optimizer.scaler_looks import RefusesScaler
+from ringlet.torch.parameters.checkpoint import (
     STATE_KEY,
     check_optimizers,
     check_tensors,
     record_in,
     shards_of,
 )
-from ringlet.torch.optimizer.frozen import refuse_strays
-from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
-from ringlet.torch.optimizer.naming import Named, named_pairs
-from ringlet.torch.optimizer.reducer import REPEAT, Reducer
-from ringlet.torch.optimizer.scaler_looks import RefusesScaler
+from ringlet.torch.parameters.frozen import refuse_strays
+from ringlet.torch.parameters.naming import Named, named_pairs
 
 _TOLD = 3  # parameters that a warning names
 _LOADED = "OneBitAdam has loaded a state: ranks see whether all have one of the same step"

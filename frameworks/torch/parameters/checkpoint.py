@@ -33,7 +33,7 @@ from ringlet.shared.residual_store import (
     warn_of_misfits,
 )
 from ringlet.shared.state_record import DTYPES, is_numpy, whole_record
-from ringlet.torch.optimizer.naming import plain, wrapped_in
+from ringlet.torch.parameters.naming import plain, wrapped_in
 
 __all__ = [
     "ADVICE",

@@ -29,9 +29,9 @@ from ringlet.ring.callers import outside
 from ringlet.ring.dtypes import Array
 from ringlet.shared.memory import Memory, at_work, unchanged_on_error
 from ringlet.shared.residual_store import PREDIVIDE, is_own, predivided, remembered
-from ringlet.torch.optimizer import checkpoint
-from ringlet.torch.optimizer.frozen import is_still
-from ringlet.torch.optimizer.naming import routed, warn_of_unmatched, wrapped_in
+from ringlet.torch.parameters import checkpoint
+from ringlet.torch.parameters.frozen import is_still
+from ringlet.torch.parameters.naming import routed, warn_of_unmatched, wrapped_in
 from ringlet.torch.tensors.placement import from_engine
 
 
