@@ -1,7 +1,7 @@
 """Adding up the gradients of several backward passes before they are reduced.
 
-For frameworks whose gradients are values. torch adds up in ``p.grad`` by itself, so its reducer
-counts passes only (``ringlet.torch.optimizer.reducer``).
+For frameworks whose gradients are values. torch adds up in ``p.grad`` by itself, so that
+passes are only counted there (``ringlet.torch.optimizer.backward_passes``).
 """
 
 from __future__ import annotations

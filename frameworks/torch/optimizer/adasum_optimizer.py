@@ -29,8 +29,8 @@ from ringlet.torch.optimizer.double_reduction import refuse_ddp
 from ringlet.torch.optimizer.drift_check import DriftCheck
 from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
 from ringlet.torch.optimizer.optimizer_checks import warn_of_no_gradients
-from ringlet.torch.optimizer.reducer import NO_COPY, REPEAT
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
+from ringlet.torch.optimizer.step_misuse import NO_COPY, REPEAT
 from ringlet.torch.parameters.frozen import refuse_strays
 
 

@@ -26,6 +26,7 @@ from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import agree
 from ringlet.shared.requests import check_predivide
 from ringlet.torch.ops.reductions import allreduce
+from ringlet.torch.optimizer.backward_passes import BackwardPasses
 from ringlet.torch.optimizer.double_reduction import refuse_ddp
 from ringlet.torch.optimizer.drift_check import DriftCheck
 from ringlet.torch.optimizer.grad_hooks import GradHooks
@@ -33,23 +34,17 @@ from ringlet.torch.optimizer.optimizer_checks import warn_of_no_gradients
 from ringlet.torch.optimizer.sparse_gradients import SparseGradients
 from ringlet.torch.optimizer.step_agreement import StepAgreement
 from ringlet.torch.optimizer.step_gradients import StepGradients
+from ringlet.torch.optimizer.step_misuse import (
+    RETIRED,
+    UNSYNCHRONIZED,
+    changed_too_early,
+    converted,
+)
 from ringlet.torch.parameters.frozen import is_zero, refuse_strays
 from ringlet.torch.parameters.naming import warn_of_unmatched
 from ringlet.torch.parameters.parameter_memory import ParameterMemory
 from ringlet.torch.tensors.placement import HOST, place_of
 from ringlet.torch.tensors.views import check, dtype_of
-
-_CLIP = (
-    "clip it between optimizer.synchronize() and optimizer.step(), the latter inside "
-    "optimizer.skip_synchronize(). A GradScaler waits only where it is enabled. Where a library "
-    "clips, such as a Trainer with max_grad_norm, let DistributedDataParallel reduce, with "
-    "hvd.ddp_hook"
-)
-NO_COPY = (
-    "a DistributedOptimizer cannot be copied or pickled: it is tied to this process's parameters "
-    "and peers. Copy or save optimizer.state_dict()"
-)
-REPEAT = "Call step() again first: it was interrupted, and the other ranks may have taken it"
 
 
 class Reducer:
@@ -95,7 +90,8 @@ class Reducer:
         title: str = "DistributedOptimizer",  # in timelines and reports
         compared: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> None:
-        passes, op = check_passes(options.backward_passes_per_step), options.op
+        self._backward = BackwardPasses(named, options.backward_passes_per_step)
+        op = options.op
         predivide, process_set = options.gradient_predivide_factor, options.process_set
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ValueError(f"op must be Average or Sum for gradients, not {op.name.title()}")
@@ -106,8 +102,6 @@ class Reducer:
         self.memory = ParameterMemory(named, options.router, averages, process_set, predivide)
         self.in_flight = False
         self.renewed = False  # whether backward has run since the last ``synchronize``
-        self.passes = passes
-        self._left = dict.fromkeys(named, passes)
         self._op, self._predivide = op, predivide
         self._process_set = process_set
         self._cohorts = {name: str(i) for i, names in enumerate(groups) for name in names}
@@ -141,7 +135,7 @@ class Reducer:
         self._label, self._shown = label, ""  # the latter is numbered, and as long as the label
         self._declarations = 0  # under this label
         # With nothing of an epoch before: one rank alone hands in none.
-        self._gradients = StepGradients(self._op)
+        self._gradients = StepGradients(self._op, self._backward)
         named, sparse_as_dense = self.parameters, self._sparse_as_dense
         self._rows = SparseGradients(named, label, self._op, self._process_set, sparse_as_dense)
         self._drift = DriftCheck(self._compared, label, self._process_set)
@@ -213,8 +207,7 @@ class Reducer:
         """Reduce after ``passes`` backward passes from now on; RuntimeError during a step."""
         passes = check_passes(passes)
         self.refuse_mid_step("set_backward_passes_per_step")
-        self.passes = passes
-        self._left = dict.fromkeys(self.parameters, passes)
+        self._backward.expect(passes)
 
     def restart(self, step: int) -> None:
         """Let schedules go on at ``step``, which has to be the same on every rank."""
@@ -282,26 +275,15 @@ class Reducer:
 
     def _note(self, name: str, p: torch.Tensor) -> None:
         self.renewed = True
-        if p.grad is not None:
-            self._gradients.note(name, p.grad)
+        self._backward.note(name, p.grad)
 
     def _ready(self, name: str, p: torch.Tensor) -> None:
         self.renewed = True
         if not self._alone:
             refuse_ddp(self._hooks)
             self._alone = True
-        left = self._left[name] = self._left[name] - 1
-        if left > 0:
+        if not self._backward.count(name, p):
             return
-        if left < 0:
-            raise RuntimeError(
-                f"the gradient of {name!r} was computed more than backward_passes_per_step="
-                f"{self.passes} times before step() of the DistributedOptimizer: call its step(), "
-                "not that of what it wraps, and raise backward_passes_per_step to accumulate. If "
-                "another loss's backward() reaches it, as a generator's does a discriminator, call "
-                "requires_grad_(False) on it meanwhile; torch.utils.checkpoint takes "
-                "use_reentrant=False"
-            )
         group = self._group
         assert group is not None
         if name in self._agreement.frozen:
@@ -311,8 +293,6 @@ class Reducer:
             return
         if not self.in_flight:
             self._begin()
-        if (grad := p.grad) is not None:
-            self._gradients.note(name, grad)
         if due := group.note(name):
             self._submit(due, name)
 
@@ -320,8 +300,7 @@ class Reducer:
         """Gather the rows of a sparse gradient, with what was held back while it was dense."""
         self._begin()
         self._rows.gather(name, owed=self.memory.take_owed(name))
-        if p.grad is not None:
-            self._gradients.note(name, p.grad)
+        self._backward.note(name, p.grad)
 
     def _submit(self, names: Sequence[str], arriving: str | None = None) -> None:
         """Hand in the gradients of ``names``, which are complete, or are not to come.
@@ -338,10 +317,9 @@ class Reducer:
         try:
             self._group.submit_all(tensors)
         except TypeError as error:
-            raise TypeError(
-                f"{self._converted(names) or error}. A model is converted, as by .double(), before "
-                "DistributedOptimizer is made for it"
-            ) from None
+            dtypes = {name: member.request.dtype for name, member in self._group.members.items()}
+            why = converted(names, self.parameters, dtypes, error)
+            raise TypeError(why) from None
 
     def _begin(self) -> None:
         if not self.in_flight and (self.memory.loaded_in_common or self.memory.recounted):
@@ -349,15 +327,6 @@ class Reducer:
             self._agreement.tell_news(self._group.turn)
         self.memory.began(fresh=not self.in_flight)
         self.in_flight = True
-
-    def _converted(self, names: Sequence[str]) -> str | None:
-        """Return which of ``names`` has another dtype now than it was declared with, if any."""
-        assert self._group is not None
-        for name in names:
-            now, then = dtype_of(self.parameters[name]), self._group.members[name].request.dtype
-            if now != then:
-                return f"parameter {name!r} is {now} now, and was {then} when it was wrapped"
-        return None
 
     def synchronize(
         self,
@@ -373,22 +342,20 @@ class Reducer:
         the next one, where all have reduced this one already.
         """
         if self._hooks.retired:
-            raise RuntimeError(
-                "another DistributedOptimizer was made for the same parameters; use that one"
-            )
+            raise RuntimeError(RETIRED)
         self.join_epoch()
         cure = "wrap the original optimizer again, on all ranks; residuals stay"
         try:
             refuse_strays(param_groups, self._hooks, "DistributedOptimizer", cure)
         except RuntimeError as error:
             raise self.give_up_because(error) from None
-        changed = self._gradients.changed(self.parameters)
+        changed = self._backward.changed()
         self._warn_without_gradients()
         if self._group is None:
             self._synchronize_alone(changed)
             return
         if changed is not None:
-            why = self._too_early(changed)
+            why = changed_too_early(changed, self._cure)
             self._give_up(why)
             raise RuntimeError(why)
         self._acknowledge(self._group)
@@ -402,10 +369,10 @@ class Reducer:
 
     def _synchronize_alone(self, changed: str | None) -> None:
         """End a step of which nothing travels; RuntimeError where a gradient has ``changed``."""
-        self._gradients.clear()
+        self._backward.begin()
         self.renewed = False
         if changed is not None and self._cure:
-            raise RuntimeError(self._too_early(changed))
+            raise RuntimeError(changed_too_early(changed, self._cure))
         self.memory.began()
         if self._owing:
             self._owing = not self.memory.pay_back()
@@ -507,22 +474,9 @@ class Reducer:
         """
         if not self.renewed or (self._group is None and not masters):
             return
-        why = (
-            "step() inside skip_synchronize(), but backward() has run since the last "
-            "synchronize(): call optimizer.synchronize() after backward(), or step() without "
-            "skip_synchronize(). The step is given up, on all ranks; zero_grad() begins the next "
-            "one"
-        )
         if self._group is not None:
-            self._give_up(why)
-        raise RuntimeError(why)
-
-    def _too_early(self, name: str) -> str:
-        return (
-            f"the gradient of {name!r} was changed between backward() and synchronize() or step(), "
-            f"when it is being reduced: {self._cure or _CLIP}. A second backward() changes it too. "
-            "The step is given up, on all ranks; zero_grad() begins the next one"
-        )
+            self._give_up(UNSYNCHRONIZED)
+        raise RuntimeError(UNSYNCHRONIZED)
 
     def abandon(self, why: str) -> None:
         """Give up the step at hand on all ranks: see ``Group.abandon``."""
@@ -577,7 +531,7 @@ class Reducer:
     def forget_passes(self) -> None:
         """Begin to count backward passes anew: what they left was discarded."""
         if not self.in_flight:
-            self._left = dict.fromkeys(self.parameters, self.passes)
+            self._backward.begin()
             self._gradients.clear()
             self.renewed = False
             if self._group is not None:
@@ -625,7 +579,7 @@ class Reducer:
     def _end_step(self) -> None:
         """Let the next step begin; nobody waits any longer for what this one was gathering."""
         self.in_flight = self.renewed = False
-        self._left = dict.fromkeys(self.parameters, self.passes)
+        self._backward.begin()
         self._gradients.clear()
         for handle in self._rows.release():
             handle.forget()

@@ -11,9 +11,10 @@ from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.torch.ops.reductions import allreduce
+from ringlet.torch.optimizer.backward_passes import BackwardPasses
 from ringlet.torch.parameters.frozen import is_still
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
-from ringlet.torch.tensors.shared_storage import address, are_shared, is_expanded, overlaps
+from ringlet.torch.tensors.shared_storage import are_shared, is_expanded, overlaps
 from ringlet.torch.tensors.views import as_flat, shares_memory
 
 
@@ -33,18 +34,18 @@ class _Copy(NamedTuple):
 class StepGradients:
     """Gradients of parameters that lie at ``places``, by name.
 
-    ``results`` (float32, contiguous, in host memory) take what is reduced of 16-bit parameters; all
-    others are reduced in place, but for those whose memory others use too.
+    They are those that ``backward`` has noted. ``results`` (float32, contiguous, in host memory)
+    take what is reduced of 16-bit parameters; all others are reduced in place, but for those whose
+    memory others use too.
     """
 
-    def __init__(self, op: ReduceOp) -> None:
+    def __init__(self, op: ReduceOp, backward: BackwardPasses) -> None:
         self.places: dict[str, str] = {}
         self.results: Mapping[str, torch.Tensor] = {}
         self.last: frozenset[str] = frozenset()  # what the last step reduced
         self.rows: dict[str, int] = {}  # sparse dimensions, of gradients that some rank had sparse
-        self._op = op
+        self._op, self._backward = op, backward
         self._taken: set[str] = set()
-        self._noted: dict[str, tuple[torch.Tensor, int]] = {}  # with torch's counts of changes
         self._sparse: dict[str, int] = {}  # sparse dimensions of gradients that had some
         self._after: list[Callable[[], object]] = []  # what puts results where they belong
         self._copies: list[_Copy] = []  # what is reduced instead of gradients
@@ -63,7 +64,7 @@ class StepGradients:
         Raises TypeError or RuntimeError for a gradient that is not what was declared.
         """
         found: list[tuple[str, Array, Array | None]] = []
-        places, results, noted = self.places, self.results, self._noted
+        places, results, noted = self.places, self.results, self._backward.noted
         grads = [
             noted[name][0] if name in noted else self._unnoted(name, parameters[name])
             for name in names
@@ -89,7 +90,7 @@ class StepGradients:
             self._still[name] = p, p.grad
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        self.note(name, p.grad)
+        self._backward.note(name, p.grad)
         return p.grad
 
     def sparse(self, names: Sequence[str]) -> list[str]:
@@ -124,34 +125,6 @@ class StepGradients:
             if p.grad is not None and not p.grad.is_sparse:
                 p.grad = p.grad.to_sparse(dims)
 
-    def note(self, name: str, grad: torch.Tensor) -> None:
-        """Remember what ``grad`` is now, for ``changed``."""
-        self._noted[name] = grad, grad._version
-
-    def changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
-        """Return a gradient that was written to, or replaced, since it was noted, if any was."""
-        last: dict[int, int] | None = None
-        for name, (grad, version) in self._noted.items():
-            if parameters[name].grad is not grad:
-                return name
-            if grad._version == version:
-                continue
-            last = self._last_changes() if last is None else last
-            if grad.layout is not torch.strided or grad._version != last[address(grad)]:
-                return name
-        return None
-
-    def _last_changes(self) -> dict[int, int]:
-        """Return the latest change that was noted in each storage, by its address.
-
-        Views of one buffer share torch's count, which backward moves on for each of them.
-        """
-        last: dict[int, int] = {}
-        for grad, version in self._noted.values():
-            if grad.layout is torch.strided:
-                last[address(grad)] = max(version, last.get(address(grad), 0))
-        return last
-
     def put(self) -> None:
         """Put results where gradients were."""
         self.last = frozenset(self._taken)
@@ -175,7 +148,7 @@ class StepGradients:
     def clear(self) -> None:
         """Begin a new step."""
         self._after, self._copies, self._still = [], [], {}
-        self._taken, self._noted = set(), {}
+        self._taken = set()
 
     def _put_copies(self) -> None:
         """Put results where gradients were, or apart from there, where elements were in one memory.

@@ -37,8 +37,9 @@ from ringlet.torch.optimizer.optimizer_checks import (
     refuse_inner_groups,
     refuse_partitioned,
 )
-from ringlet.torch.optimizer.reducer import NO_COPY, Reducer
+from ringlet.torch.optimizer.reducer import Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler, cycle_of, of_scaler
+from ringlet.torch.optimizer.step_misuse import NO_COPY
 from ringlet.torch.parameters.checkpoint import STATE_KEY, record_in, shards_of
 from ringlet.torch.parameters.naming import Named, grouped_names, name_parameters
 from ringlet.torch.precision.masters import PRECISION_KEY, Masters, going_on, scale_in

@@ -19,8 +19,9 @@ from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
 from ringlet.torch.optimizer.optimizer_checks import check_is_optimizer, refuse_partitioned
-from ringlet.torch.optimizer.reducer import REPEAT, Reducer
+from ringlet.torch.optimizer.reducer import Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
+from ringlet.torch.optimizer.step_misuse import REPEAT
 from ringlet.torch.optimizer.wrapper import DistributedOptimizer
 from ringlet.torch.parameters.checkpoint import (
     STATE_KEY,

@@ -22,8 +22,9 @@ from ringlet.shared.gradients.optimizer_options import Options
 from ringlet.shared.model_agreement import agree_on_settings
 from ringlet.torch.ops.entry_points import untraced
 from ringlet.torch.optimizer.lost_memory import of_distributed_checkpoint
-from ringlet.torch.optimizer.reducer import REPEAT, Reducer
+from ringlet.torch.optimizer.reducer import Reducer
 from ringlet.torch.optimizer.scaler_looks import RefusesScaler
+from ringlet.torch.optimizer.step_misuse import REPEAT
 from ringlet.torch.parameters.checkpoint import (
     STATE_KEY,
     check_optimizers,
