@@ -154,7 +154,7 @@ def broadcast_optimizer_state(
     load = getattr(optimizer, "_load_inner", optimizer.load_state_dict)  # residuals stay
     load(state)
     if reducer is not None and steps is not None:
-        reducer.align(steps)
+        reducer.declared.align(steps)
     _give_gradients(optimizer)
 
 
@@ -230,5 +230,5 @@ def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     state.pop(STATE_KEY, None)
     reducer = getattr(optimizer, "_ringlet", None)
     if reducer is not None:
-        state[_STEPS] = reducer.steps
+        state[_STEPS] = reducer.declared.steps
     return state

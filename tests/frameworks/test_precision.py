@@ -309,7 +309,7 @@ def case_dtypes_of_a_model():
     held = [p.dtype for group in optimizer.param_groups for p in group["params"]]
     assert set(held) == {torch.float32}
     train(model, optimizer, 1)
-    wire = {m.request.dtype for m in optimizer._ringlet._group.members.values()}
+    wire = {m.request.dtype for m in optimizer._ringlet.declared.group.members.values()}
     assert wire == {"bfloat16", "float32"}  # two streams
 
 
@@ -592,7 +592,7 @@ def case_sums_accumulate_in_float32():
             )  # fmt: skip
             (p * values.half()).sum().backward()
             optimizer.synchronize()
-            (member,) = optimizer._ringlet._group.members.values()
+            (member,) = optimizer._ringlet.declared.group.members.values()
             # Others sum in float32 themselves, and the sum of two is rounded once in any case.
             by_codec = reduction == "float32" and bool(native) and size > 2
             assert (member.strategy == "scatter_reduce") == by_codec

@@ -337,7 +337,7 @@ def case_a_step_that_is_interrupted_on_one_rank_is_taken_when_it_is_repeated():
         images = torch.full((2, 4, 4, 4), hvd.rank() + n + 1.0)
         m(images.to(memory_format=torch.channels_last)).square().sum().backward()
         if n == 1 and odd():
-            group = optimizer._ringlet._group
+            group = optimizer._ringlet.declared.group
             with (
                 mock.patch.object(type(group), "wait", side_effect=KeyboardInterrupt),
                 pytest.raises(KeyboardInterrupt),
@@ -381,7 +381,7 @@ def case_a_recipes_step_that_is_interrupted_on_one_rank_is_taken_when_it_is_repe
             optimizer.zero_grad()
             m(torch.ones(2, 4) * (hvd.rank() + n + 1)).square().sum().backward()
             if n == 2 and odd():
-                group = type(optimizer._ringlet._group)
+                group = type(optimizer._ringlet.declared.group)
                 with (
                     mock.patch.object(group, "wait", side_effect=KeyboardInterrupt),
                     pytest.raises(KeyboardInterrupt),
@@ -405,7 +405,7 @@ def case_a_layer_that_one_rank_thaws():
         first.requires_grad_(odd())
         optimizer.zero_grad()
         m(torch.ones(2, 4)).square().sum().backward()
-        changes = optimizer._ringlet._agreement._changes
+        changes = optimizer._ringlet.declared.agreement._changes
         assert not odd() or changes.call + 1 in changes._changes  # told already
         refused(optimizer.step, "'0.weight'", f"but not on rank(s) {hvd.size() - 1}")
     first.requires_grad_(True)

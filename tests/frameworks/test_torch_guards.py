@@ -22,8 +22,8 @@ from ringlet.compressors.modifiers.residuals import wide
 from ringlet.ring.errors import Mismatch, PeerLost
 from ringlet.shared import drift
 from ringlet.torch.ops.replica_check import _sum_of_bits as sum_of_bits
+from ringlet.torch.optimizer.declared_gradients import DeclaredGradients
 from ringlet.torch.optimizer.drift_check import DriftCheck
-from ringlet.torch.optimizer.reducer import Reducer
 
 pytestmark = pytest.mark.preloaded("torch")
 
@@ -163,15 +163,15 @@ def test_onebit_adam_compares_its_own_in_an_elastic_job_too(what, monkeypatch):
 
 def test_no_rank_trains_alone_where_gradients_could_not_be_declared_in_an_elastic_job(monkeypatch):
     monkeypatch.setattr("ringlet.torch.optimizer.reducer.is_elastic", lambda: True)
-    declare, failed = Reducer._declare, set()
+    declare, failed = DeclaredGradients.declare, set()
 
-    def fail_first(reducer, step):
+    def fail_first(declared):
         if hvd.rank() not in failed:
             failed.add(hvd.rank())
             raise MemoryError("no room")
-        declare(reducer, step)
+        declare(declared)
 
-    monkeypatch.setattr(Reducer, "_declare", fail_first)
+    monkeypatch.setattr(DeclaredGradients, "declare", fail_first)
 
     def work():
         model = network()
@@ -456,8 +456,8 @@ def test_a_pattern_without_a_parameter_is_named_and_wrappers_are_looked_through(
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         hvd.DistributedOptimizer(inner, compiled, {"2.wieght": "none", "*": "fp16"})
         optimizer = hvd.DistributedOptimizer(inner, compiled, {"0.weight": "fp16"})
-        assert str(optimizer._ringlet._carried("_orig_mod.0.weight")[0]) == "fp16"
-        assert str(optimizer._ringlet._carried("_orig_mod.2.weight")[0]) == "none"
+        assert str(optimizer._ringlet.declared.carried("_orig_mod.0.weight")[0]) == "fp16"
+        assert str(optimizer._ringlet.declared.carried("_orig_mod.2.weight")[0]) == "none"
         optimizer.set_compression({"bais": "fp16", "weigth*": "fp16"})
 
     told = told_by(work, 1)

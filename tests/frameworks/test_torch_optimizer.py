@@ -740,7 +740,7 @@ def case_between_hosts_the_last_layers_travel_while_backward_goes_on():
         sum(p.sum() * rank for p in parameters).backward()
         optimizer.step()
         assert all((p == -(size - 1) / 2).all() for p in parameters)
-        assert len(optimizer._ringlet._group.buckets) == buckets, hosts
+        assert len(optimizer._ringlet.declared.group.buckets) == buckets, hosts
     runtime.topology = before
 
 

@@ -660,14 +660,15 @@ def case_files_of_different_steps_are_told_of():
                 resumed.load_state_dict(files[hvd.rank()])
             before = [p.detach().clone() for p in again.parameters()]
             again(torch.ones(2, 48)).sum().backward()
-            while hvd.rank() and not resumed._ringlet._group.ended:
+            while hvd.rank() and not resumed._ringlet.declared.group.ended:
                 time.sleep(0.001)
             with pytest.raises(Mismatch, match=f"{told[first]}.*in one step"):
                 resumed.step()
             assert all(map(torch.equal, again.parameters(), before)), spec
             train(again, resumed, 2)
             assert hvd.replicas_equal(again.state_dict()), spec
-            assert set(hvd.allgather_object(resumed._ringlet.steps[""])) == {hvd.size() + 3}
+            counted = hvd.allgather_object(resumed._ringlet.step)
+            assert set(counted) == {hvd.size() + 3}
 
 
 def case_broadcasting_state_after_loading_ones_own_keeps_residuals():
@@ -737,7 +738,7 @@ def case_who_has_changed_compressors_follows_who_has_not():
     if hvd.rank() == 1:  # and a rank was lost before the others came there, in an elastic job
         memory.change(as_router("int4 | ef"))
     memory.follow(hvd.broadcast_object(memory.changed))
-    optimizer._ringlet._declare(2)
+    optimizer._ringlet.declared.declare()
     assert {str(c) for c in memory.compressors().values()} == {str(parse("topk(ratio=0.05) | ef"))}
     assert optimizer.residual_norm() == held > 0
     train(own, optimizer, 1)
@@ -806,7 +807,7 @@ def case_an_optimizer_that_was_wrapped_again_forgets_a_failed_step():
         train(own, state.optimizer, 2)
         held = state.optimizer.residual_norm()
         backward_of(own)
-        while not state.optimizer._ringlet._group.ended:
+        while not state.optimizer._ringlet.declared.group.ended:
             time.sleep(0.01)
         state.take_back()
         assert state.optimizer.residual_norm() == held > 0

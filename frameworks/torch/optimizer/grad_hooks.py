@@ -21,16 +21,29 @@ _live_lock = threading.Lock()
 
 
 class GradHooks:
-    """The hooks of one ``owner``, which they do not keep alive: parameters outlive optimizers."""
+    """The hooks of one ``owner``, which they do not keep alive: parameters outlive optimizers.
 
-    def __init__(self, owner: object, named: Mapping[str, torch.nn.Parameter]) -> None:
-        self.retired = False  # whether a newer owner has the parameters
-        self._owner, self._named = weakref.ref(owner), named
+    They call ``ready(owner, name, parameter)`` whenever a gradient of ``named`` was accumulated,
+    unless ``retired``: then a newer owner has some of the parameters.
+    """
+
+    def __init__(
+        self, owner: object, named: Mapping[str, torch.nn.Parameter], ready: Ready
+    ) -> None:
+        self.retired = False
+        self._owner = weakref.ref(owner)
         self._ids = {id(p) for p in named.values()}
         self._hooks: list[Any] = []
         weakref.finalize(owner, _remove, self._hooks)
+        self._take_over()
+        for name, p in named.items():
+            register: Any = p.register_post_accumulate_grad_hook
+            self._hooks.append(register(_hook(self._owner, ready, name)))
 
-    def take_over(self) -> None:
+    def __contains__(self, p: object) -> bool:
+        return id(p) in self._ids
+
+    def _take_over(self) -> None:
         """Let other owners of the same parameters retire."""
         with _live_lock:
             for other in list(_live):
@@ -38,15 +51,6 @@ class GradHooks:
                     other.retired = True
                     _remove(other._hooks)
             _live.add(self)
-
-    def register(self, ready: Ready) -> None:
-        """Call ``ready(owner, name, parameter)`` whenever a gradient was accumulated."""
-        for name, p in self._named.items():
-            register: Any = p.register_post_accumulate_grad_hook
-            self._hooks.append(register(_hook(self._owner, ready, name)))
-
-    def __contains__(self, p: object) -> bool:
-        return id(p) in self._ids
 
 
 def _hook(owner: weakref.ref[Any], ready: Ready, name: str) -> Callable[[torch.Tensor], None]:

@@ -25,17 +25,21 @@ class SparseGradients:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        label: str,
         op: ReduceOp,
         process_set: ProcessSet,
         as_dense: bool,
     ) -> None:
-        self._parameters, self._label = parameters, label
+        self._parameters, self._as_dense = parameters, as_dense
         self._op, self._process_set = op, process_set
+        self._label = ""  # the same on all ranks, while they gather anything
         self._chosen = as_dense  # whether it is known what is gathered
         self.dims: dict[str, int] = {}  # what is gathered, and not fused: its sparse dimensions
         self._gathering: dict[str, SparseHandle] = {}
         self._still: dict[str, torch.Tensor | None] = {}  # gradients of what was frozen
+
+    def begin_epoch(self, label: str) -> None:
+        """Gather nothing until it is chosen anew, among other ranks, under this ``label``."""
+        self._label, self._chosen, self.dims = label, self._as_dense, {}
 
     def missing(self) -> list[str]:
         """Return what is still to be gathered in this step."""
@@ -65,10 +69,17 @@ class SparseGradients:
             rows = handle.wait()
             self._parameters[name].grad = self._still.get(name, rows)
 
-    def release(self) -> list[SparseHandle]:
-        """Begin a new step; return what the last one waited for."""
+    def gather_nothing(self) -> None:
+        """Take part in gathering what is missing of a step that is given up, with no rows."""
+        for name in self.missing():
+            self.gather(name, nothing=True)
+        self.end()
+
+    def end(self) -> None:
+        """Let the next step begin; nobody waits any longer for what this one was gathering."""
         handles, self._gathering, self._still = list(self._gathering.values()), {}, {}
-        return handles
+        for handle in handles:
+            handle.forget()
 
     def choose(self, rows: Mapping[str, int]) -> bool:
         """After the first step, choose what is gathered from now on; whether there is any.

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from ringlet.job.process_sets import ProcessSet
 from ringlet.ring.communicator import ReduceOp
 from ringlet.ring.dtypes import Array
 from ringlet.torch.ops.reductions import allreduce
 from ringlet.torch.optimizer.backward_passes import BackwardPasses
+from ringlet.torch.optimizer.declared_gradients import DeclaredGradients
 from ringlet.torch.parameters.frozen import is_still
 from ringlet.torch.tensors.placement import HOST, flat_at, packed, place_of
 from ringlet.torch.tensors.shared_storage import are_shared, is_expanded, overlaps
@@ -32,30 +32,54 @@ class _Copy(NamedTuple):
 
 
 class StepGradients:
-    """Gradients of parameters that lie at ``places``, by name.
+    """The gradients that ``backward`` has noted, as arrays of what is ``declared``, and results.
 
-    They are those that ``backward`` has noted. ``results`` (float32, contiguous, in host memory)
-    take what is reduced of 16-bit parameters; all others are reduced in place, but for those whose
-    memory others use too.
+    What is reduced of 16-bit parameters in host memory can be delivered elsewhere. All others are
+    reduced in place, but for those whose memory others use too.
     """
 
-    def __init__(self, op: ReduceOp, backward: BackwardPasses) -> None:
-        self.places: dict[str, str] = {}
-        self.results: Mapping[str, torch.Tensor] = {}
-        self.last: frozenset[str] = frozenset()  # what the last step reduced
+    def __init__(self, declared: DeclaredGradients, backward: BackwardPasses) -> None:
+        self.finite = True  # whether all that is ``unscaled`` is
         self.rows: dict[str, int] = {}  # sparse dimensions, of gradients that some rank had sparse
-        self._op, self._backward = op, backward
+        self.cure = ""  # what to do instead of changing a gradient before it is reduced
+        self._results: Mapping[str, torch.Tensor] = {}  # where to deliver
+        self._declared, self._backward = declared, backward
+        self._last: frozenset[str] = frozenset()  # what the last step reduced
         self._taken: set[str] = set()
         self._sparse: dict[str, int] = {}  # sparse dimensions of gradients that had some
         self._after: list[Callable[[], object]] = []  # what puts results where they belong
         self._copies: list[_Copy] = []  # what is reduced instead of gradients
         self._still: dict[str, tuple[torch.nn.Parameter, torch.Tensor | None]] = {}  # and gradients
 
+    # -- what masters ask for ---------------------------------------------------------------------
+
+    def deliver(self, results: Mapping[str, torch.Tensor], cure: str) -> None:
+        """Let results go to ``results`` (float32, of the parameters' shapes), by name.
+
+        Those of gradients that are elsewhere than in host memory, or travel as rows, stay there.
+        ``cure`` says what to do instead of changing a gradient before it is reduced.
+        """
+        self._results, self.cure = results, cure
+
+    def delivered(self, name: str) -> torch.Tensor | None:
+        """Return the last step's result, sparse where the gradient was; None if it is in there."""
+        dense = self._result(name) if name in self._last else None
+        dims = self._sparse.get(name)
+        return dense if dense is None or dims is None else dense.to_sparse(dims)
+
+    def unscaled(self, name: str) -> bool:
+        """Whether the last result is divided by the loss scale, and was looked at, already."""
+        fused = name in self._last and self._declared.places.get(name) == HOST
+        return fused and self._declared.unscaling is not None
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Know nothing of what ranks before have reduced: one rank alone hands in nothing."""
+        self.finite, self.rows, self._sparse, self._last = True, {}, {}, frozenset()
+
     def take(
-        self,
-        names: Sequence[str],
-        parameters: Mapping[str, torch.nn.Parameter],
-        arriving: str | None = None,
+        self, names: Sequence[str], arriving: str | None = None
     ) -> list[tuple[str, Array, Array | None]]:
         """Return, of each name, flat arrays of the gradient and for its result.
 
@@ -64,7 +88,8 @@ class StepGradients:
         Raises TypeError or RuntimeError for a gradient that is not what was declared.
         """
         found: list[tuple[str, Array, Array | None]] = []
-        places, results, noted = self.places, self.results, self._backward.noted
+        parameters, places = self._declared.parameters, self._declared.places
+        results, noted = self._results, self._backward.noted
         grads = [
             noted[name][0] if name in noted else self._unnoted(name, parameters[name])
             for name in names
@@ -79,7 +104,7 @@ class StepGradients:
                 view = self._view(name, p, grad, others)
             elif self._sparse:
                 self._sparse.pop(name, None)
-            result = results.get(name) if results else None
+            result = results.get(name) if results and places[name] == HOST else None
             found.append((name, view, None if result is None else flat_at(result, HOST)))
         self._taken.update(names)
         return found
@@ -93,41 +118,37 @@ class StepGradients:
         self._backward.note(name, p.grad)
         return p.grad
 
-    def sparse(self, names: Sequence[str]) -> list[str]:
-        """Return those of ``names`` whose gradients were sparse when they were taken."""
-        return [name for name in names if name in self._sparse] if self._sparse else []
-
     def is_news(self, names: Sequence[str]) -> bool:
         """Whether this rank has taken a sparse gradient of ``names`` that is not in ``rows``."""
-        return any(name not in self.rows for name in self.sparse(names))
+        sparse = self._sparse
+        return bool(sparse) and any(name in sparse and name not in self.rows for name in names)
 
-    def share_rows(
-        self, parameters: Mapping[str, torch.nn.Parameter], label: str, process_set: ProcessSet
-    ) -> None:
+    def share_rows(self, label: str) -> None:
         """Learn which gradients any rank had sparse in this step, or before it. Collective."""
+        parameters, process_set = self._declared.parameters, self._declared.process_set
         own = self.rows | self._sparse
         marks = torch.tensor([1 + own.get(name, -1) for name in parameters])
         marks = allreduce(marks, name=label, op=ReduceOp.MAX, process_set=process_set)
         found = zip(parameters, marks.tolist(), strict=True)
         self.rows = {name: int(mark) - 1 for name, mark in found if mark}
-        self.make_sparse(parameters)
+        self._make_sparse()
 
-    def make_sparse(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def _make_sparse(self) -> None:
         """Make the last results sparse where some rank had a sparse gradient, and this one none.
 
         Optimizers round sparse ones in another way, and SparseAdam takes no others.
         """
         for name, dims in self.rows.items():
-            p = parameters[name]
-            if name not in self.last or not p.requires_grad:
+            p = self._declared.parameters[name]
+            if name not in self._last or not p.requires_grad:
                 continue
             self._sparse[name] = dims
             if p.grad is not None and not p.grad.is_sparse:
                 p.grad = p.grad.to_sparse(dims)
 
-    def put(self) -> None:
-        """Put results where gradients were."""
-        self.last = frozenset(self._taken)
+    def put(self, finite: bool) -> None:
+        """Put results where gradients were; ``finite`` is what was seen where they lost a scale."""
+        self.finite, self._last = finite, frozenset(self._taken)
         with torch.no_grad():
             for put in self._after:
                 put()
@@ -136,19 +157,18 @@ class StepGradients:
                 p.grad = before
                 if before is not None and not before.is_sparse:  # a sparse one was not written to
                     before.zero_()
-                if before is not None and name in self.results:
-                    self.results[name].zero_()
-
-    def result(self, name: str) -> torch.Tensor | None:
-        """Return the last step's result, sparse where the gradient was; None if it is in there."""
-        dense = self.results.get(name) if name in self.last else None
-        dims = self._sparse.get(name)
-        return dense if dense is None or dims is None else dense.to_sparse(dims)
+                if before is not None and (result := self._result(name)) is not None:
+                    result.zero_()
+        self._make_sparse()
 
     def clear(self) -> None:
         """Begin a new step."""
         self._after, self._copies, self._still = [], [], {}
         self._taken = set()
+
+    def _result(self, name: str) -> torch.Tensor | None:
+        """Return where the result of a gradient is delivered to, if that is elsewhere."""
+        return self._results.get(name) if self._declared.places.get(name) == HOST else None
 
     def _put_copies(self) -> None:
         """Put results where gradients were, or apart from there, where elements were in one memory.
@@ -165,8 +185,8 @@ class StepGradients:
     def _view(self, name: str, p: torch.nn.Parameter, grad: torch.Tensor, shared: bool) -> Array:
         if grad.dtype is not p.dtype:
             raise TypeError(f"the gradient of {name!r} is {grad.dtype}, the parameter {p.dtype}")
-        place = self.places[name]
-        if place != HOST and place_of(grad, self._op) != place:
+        place, delivered = self._declared.places[name], self._result(name) is not None
+        if place != HOST and place_of(grad, self._declared.op) != place:
             raise RuntimeError(
                 f"the gradient of {name!r} is on {grad.device}, where it was not when the "
                 "optimizer was made; wrap the original optimizer again"
@@ -175,7 +195,7 @@ class StepGradients:
             dims, device = grad.sparse_dim(), grad.device
             self._sparse[name] = dims
             dense = packed(grad.detach().to_dense(), place)
-            if name not in self.results:
+            if not delivered:
                 self._after.append(lambda: setattr(p, "grad", dense.to(device).to_sparse(dims)))
             return flat_at(dense, place)
         self._sparse.pop(name, None)
@@ -186,5 +206,5 @@ class StepGradients:
             staged = staged.clone()
         if shared or not shares_memory(staged, grad):
             # Or of other strides, such as channels_last, or on another device.
-            self._copies.append(_Copy(p, grad, staged, shared, name in self.results))
+            self._copies.append(_Copy(p, grad, staged, shared, delivered))
         return flat_at(staged, place)

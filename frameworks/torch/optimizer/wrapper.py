@@ -125,12 +125,14 @@ class _Distributed:
         if self._ringlet_stepping:
             return False
         taken = self._ringlet_implied or self._ringlet_synchronized
-        return not taken or self._ringlet.in_flight or self._ringlet.renewed
+        return not taken or self._ringlet.at_hand.in_flight or self._ringlet.at_hand.renewed
 
     @property
     def _ringlet_half_taken(self) -> bool:
         """Whether compressors have sent something of a step that is not taken yet."""
-        return self._ringlet.in_flight or self._ringlet_implied or self._ringlet_synchronized
+        return (
+            self._ringlet.at_hand.in_flight or self._ringlet_implied or self._ringlet_synchronized
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch hands over what it loaded, and writes to __dict__, where a property hides it.
@@ -158,12 +160,12 @@ class _Distributed:
     def _synchronize(self) -> None:
         masters, again = self._ringlet_masters, self._ringlet_synchronized
         if masters is not None:
-            if again and not self._ringlet.renewed:
+            if again and not self._ringlet.at_hand.renewed:
                 return  # the loss scale is off already
-            if self._ringlet.renewed:
+            if self._ringlet.at_hand.renewed:
                 masters.warn_unless_scaled()
             self._ringlet.synchronize(masters.of_model(self._ringlet_groups))
-            masters.take_gradients(self._ringlet)
+            masters.take_gradients(self._ringlet.gradients)
         elif not self._take_implied():
             self._ringlet.synchronize(self._ringlet_groups)
         self._ringlet_synchronized = True
@@ -175,7 +177,7 @@ class _Distributed:
         After ``synchronize`` their gradients are reduced, and free of a loss scale. Raises
         RuntimeError between ``backward`` and that, when masters have none that could be clipped.
         """
-        if self._ringlet_masters is not None and self._ringlet.renewed:
+        if self._ringlet_masters is not None and self._ringlet.at_hand.renewed:
             raise RuntimeError(
                 "gradients reach the optimizer's parameters in synchronize(): call it after "
                 "backward(), before master_parameters()"
@@ -217,7 +219,7 @@ class _Distributed:
                 self._synchronize()
                 return self._ringlet.agreed(loss)
 
-            if self._ringlet.in_flight or self._ringlet.renewed:
+            if self._ringlet.at_hand.in_flight or self._ringlet.at_hand.renewed:
                 self._synchronize()  # the optimizer may look at gradients that are there already
             try:
                 return inner.step(synchronized)
@@ -225,7 +227,7 @@ class _Distributed:
                 self._ringlet_synchronized = False
         masters = self._ringlet_masters
         if self._ringlet_skip:
-            self._ringlet.refuse_unsynchronized(masters is not None)
+            self._ringlet.at_hand.refuse_unsynchronized(masters is not None)
         elif not self._take_implied():
             if self._ringlet_synchronized and self._ringlet_masters is None:
                 warnings.warn(
@@ -269,15 +271,16 @@ class _Distributed:
     @public
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients, as the wrapped optimizer does; RuntimeError while they are reduced."""
-        self._ringlet.refuse_in_flight(
+        self._ringlet.at_hand.refuse_in_flight(
+            "zero_grad()",
             "Call it after step(), this optimizer's and not that of what it wraps, or "
             "synchronize() first; after an exception in backward(), abandon_step() gives the step "
             "up on all ranks. If another loss's backward() has reached these parameters, as a "
             "generator's does a discriminator's, call requires_grad_(False) on them meanwhile: "
-            "what synchronize() sends stays in residuals"
+            "what synchronize() sends stays in residuals",
         )
         self._ringlet_implied = self._ringlet_synchronized = False
-        self._ringlet.forget_passes()
+        self._ringlet.at_hand.forget_passes()
         inner: Any = super()
         inner.zero_grad(*args, **kwargs)
         if self._ringlet_masters is not None:
@@ -295,7 +298,7 @@ class _Distributed:
         have reduced the step already; take it then.
         """
         self._ringlet_implied = self._ringlet_synchronized = False
-        self._ringlet.abandon(why)
+        self._ringlet.at_hand.abandon(why)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and this rank's residuals under one more key.
@@ -332,7 +335,7 @@ class _Distributed:
         on their own need ``broadcast_optimizer_state`` afterwards, as with any optimizer. Raises
         RuntimeError between ``backward`` and ``step``.
         """
-        self._ringlet.refuse_mid_step("load_state_dict")
+        self._ringlet.at_hand.refuse_in_flight("load_state_dict")
         kept = record_in(state_dict)  # before anything is loaded
         given = {key: value for key, value in state_dict.items() if key != STATE_KEY}
         before = scale_in(given)
@@ -349,7 +352,7 @@ class _Distributed:
         gradient, such as residuals and momenta; the rest of what compressors remembered does not.
         Raises RuntimeError between ``backward`` and ``step``.
         """
-        self._ringlet.refuse_mid_step("load_sharded")
+        self._ringlet.at_hand.refuse_in_flight("load_sharded")
         own, shards = shards_of(state_dicts, current().rank)
         before = scale_in(own)
         self._load_inner(own)
@@ -413,7 +416,7 @@ class _Distributed:
     def _take_implied(self) -> bool:
         """Return whether looking at ``param_groups`` has synchronised this step already."""
         implied, self._ringlet_implied = self._ringlet_implied, False
-        return implied and not self._ringlet.in_flight
+        return implied and not self._ringlet.at_hand.in_flight
 
 
 @public

@@ -27,6 +27,23 @@ PRECISION_KEY = "ringlet_precision"  # masters and loss scale in an optimizer's 
 _CURE = "the checkpoint is damaged, or of something else; load another one"
 
 
+class Results(Protocol):
+    """What masters ask about the reduced gradients of a step."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that is ``unscaled`` is finite."""
+
+    def deliver(self, results: Mapping[str, torch.Tensor], cure: str) -> None:
+        """Let results go to ``results``, by name; ``cure`` is for gradients changed before."""
+
+    def delivered(self, name: str) -> torch.Tensor | None:
+        """Return where the last result was delivered to; None if it is in the gradient."""
+
+    def unscaled(self, name: str) -> bool:
+        """Whether the last result is divided by the loss scale, and was looked at, already."""
+
+
 class Reductions(Protocol):
     """What masters ask of the reducer that reduces the gradients of a model's parameters."""
 
@@ -37,20 +54,11 @@ class Reductions(Protocol):
         """What compressors remember."""
 
     @property
-    def finite(self) -> bool:
-        """Whether all that is ``unscaled`` is finite."""
+    def gradients(self) -> Results:
+        """The gradients of a step, and where results go."""
 
     def undo(self) -> None:
         """Forget what the last step, which is skipped, has changed in what is remembered."""
-
-    def deliver(self, results: Mapping[str, torch.Tensor], cure: str) -> None:
-        """Let results go to ``results``, by name; ``cure`` is for gradients changed before."""
-
-    def delivered(self, name: str) -> torch.Tensor | None:
-        """Return where the last result was delivered to; None if it is in the gradient."""
-
-    def unscaled(self, name: str) -> bool:
-        """Whether the last result is divided by the loss scale, and was looked at, already."""
 
 
 class Masters:
@@ -105,7 +113,8 @@ class Masters:
             for name, master in named.items()
             if name in reducer.parameters
         }
-        reducer.deliver(results, cure="clip optimizer.master_parameters() after synchronize()")
+        cure = "clip optimizer.master_parameters() after synchronize()"
+        reducer.gradients.deliver(results, cure)
 
     def of_model(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return parameter ``groups`` of the optimizer with the model's own in masters' places."""
@@ -114,7 +123,7 @@ class Masters:
             group | {"params": [own.get(id(p), p) for p in group["params"]]} for group in groups
         ]
 
-    def take_gradients(self, reducer: Reductions) -> None:
+    def take_gradients(self, results: Results) -> None:
         """Hand the reduced gradients to the masters, unscaled, and see if one ``overflow``ed.
 
         Reduced gradients are the same bits on every rank, and so is what is found. Raises
@@ -124,17 +133,17 @@ class Masters:
         self._follow()
         for name, (p, master) in self.pairs.items():
             frozen = p.grad is None and not p.requires_grad
-            master.grad = None if frozen else reducer.delivered(name)
+            master.grad = None if frozen else results.delivered(name)
             if master.grad is None and p.grad is not None:
                 master.grad = p.grad.detach().float()
         if self.scale.watches:
             stepping = [*((n, m) for n, (_, m) in self.pairs.items()), *self._wide]
-            left = [p for n, p in stepping if p.grad is not None and not reducer.unscaled(n)]
+            left = [p for n, p in stepping if p.grad is not None and not results.unscaled(n)]
             for p in left:
                 if p.grad is not None and p.grad.is_sparse:
                     p.grad = p.grad.coalesce()  # whose values can be changed in place
             grads = [p.grad for p in left if p.grad is not None]
-            self.overflow = _unscale(grads, 1.0 / self.scale.scale) or not reducer.finite
+            self.overflow = _unscale(grads, 1.0 / self.scale.scale) or not results.finite
 
     def show_gradients(self) -> None:
         """Copy the masters' gradients to where a caller of ``synchronize`` looks for them."""

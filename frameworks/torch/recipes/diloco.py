@@ -92,7 +92,8 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         )
         self._moving = set(self._parameters)  # since the last outer step; the others are frozen
         self.outer: Any = DistributedOptimizer(outer, self._agreed.items(), compression)
-        self._ringlet.expect_no_backward()  # and nothing may move before the first outer step
+        # Nothing may move before the first outer step.
+        self._ringlet.at_hand.awaits_backward = False
         self._ringlet.memory.keep_steps()
 
     @property
@@ -107,7 +108,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
     @untraced
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; RuntimeError after an outer step that was interrupted."""
-        self._ringlet.refuse_in_flight(REPEAT)
+        self._ringlet.at_hand.refuse_in_flight("zero_grad()", REPEAT)
         self.inner.zero_grad(*args, **kwargs)
 
     @untraced
@@ -119,7 +120,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         """
         if of_distributed_checkpoint(sys._getframe(1)):
             return self.inner.step()  # of zeros, which is no step of the job's
-        if self._ringlet.in_flight:
+        if self._ringlet.at_hand.in_flight:
             self._finish()
             return True if closure is None else None
         if not self.steps:  # somebody may have broadcast the parameters since this was made
@@ -175,7 +176,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with what this rank saved, as DistributedOptimizer does."""
-        self._ringlet.refuse_mid_step("load_state_dict")
+        self._ringlet.at_hand.refuse_in_flight("load_state_dict")
         kept = record_in(state_dict)  # before anything is loaded
         self._load_inner(state_dict)
         self._ringlet.load(kept)
@@ -203,7 +204,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
 
     def load_sharded(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""
-        self._ringlet.refuse_mid_step("load_sharded")
+        self._ringlet.at_hand.refuse_in_flight("load_sharded")
         own, shards = shards_of(state_dicts, current().rank)
         self._load_inner(own)
         self._ringlet.load_shards(shards)
@@ -272,7 +273,7 @@ class DiLoCo(RefusesScaler, torch.optim.Optimizer):
         except Exception as error:
             # What moved travels again, whole: residuals must not bring a part of it once more. But
             # what is still in flight all ranks have reduced, and the next call takes that step.
-            if isinstance(error, RingError) or not self._ringlet.in_flight:
+            if isinstance(error, RingError) or not self._ringlet.at_hand.in_flight:
                 self._ringlet.take_back()
             raise
         self._moving = set()

@@ -93,7 +93,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
         self._carriers = {n: torch.nn.Parameter(torch.zeros_like(p)) for n, p in named.items()}
         uncompressed = Options(compression="none")
         self._reducer = Reducer(self._carriers, uncompressed, title="OneBitAdam", compared=named)
-        self._reducer.expect_no_backward()  # which knows no carriers
+        self._reducer.at_hand.awaits_backward = False  # which knows no carriers
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -111,7 +111,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
             refuse_strays(self.param_groups, self._names, "OneBitAdam", cure)
             self._refuse_sparse()
         except RuntimeError as error:
-            raise self._reducer.give_up_because(error) from None
+            raise self._reducer.at_hand.give_up_because(error) from None
         while not self._reduced():  # another rank has loaded a state, and so on
             self._compare()
         if self.steps == self.warmup:
@@ -125,7 +125,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; RuntimeError after a step that was interrupted."""
-        self._reducer.refuse_in_flight(REPEAT)
+        self._reducer.at_hand.refuse_in_flight("zero_grad()", REPEAT)
         super().zero_grad(set_to_none)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with what this rank saved. Warns, and starts without residuals, if it did not."""
-        self._reducer.refuse_mid_step("load_state_dict")
+        self._reducer.at_hand.refuse_in_flight("load_state_dict")
         kept = record_in(state_dict)  # before anything is loaded
         self._load_inner(state_dict)
         self._reducer.memory.change(as_router(self._chosen()))
@@ -162,7 +162,7 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
 
     def load_sharded(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
         """Load what all ranks of an earlier job saved, as DistributedOptimizer does."""
-        self._reducer.refuse_mid_step("load_sharded")
+        self._reducer.at_hand.refuse_in_flight("load_sharded")
         own, shards = shards_of(state_dicts, current().rank)
         self._load_inner(own)
         self._reducer.memory.change(as_router(self._chosen()))
@@ -202,12 +202,12 @@ class OneBitAdam(RefusesScaler, torch.optim.Optimizer):
 
         Then the step was given up, and is to be taken once ranks have compared their states.
         """
-        if self._loaded and not self._reducer.in_flight:
+        if self._loaded and not self._reducer.at_hand.in_flight:
             self._reducer.give_way(_LOADED)
             return False
         self._switch()
         # Where the last call was interrupted, what it has handed in is waited for again.
-        for group, p in [] if self._reducer.in_flight else self._each():
+        for group, p in [] if self._reducer.at_hand.in_flight else self._each():
             carrier = self._carriers[self._names[p]]
             still = p.grad is None and not p.requires_grad  # frozen: Adam passes it over
             carrier.requires_grad_(not still)  # ranks compare what is frozen
