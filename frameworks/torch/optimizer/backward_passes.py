@@ -33,10 +33,11 @@ class BackwardPasses:
 
         RuntimeError for one more than the last.
         """
-        left = self._left[name] = self._left[name] - 1
-        if left > 0:
+        left = self._left
+        now = left[name] = left[name] - 1
+        if now > 0:
             return False
-        if left < 0:
+        if now < 0:
             raise RuntimeError(too_many_passes(name, self._passes))
         if (grad := p.grad) is not None:
             self.noted[name] = grad, grad._version
