@@ -127,6 +127,7 @@ class TrainingStep:
         agreement.settle()
 
     def _hand_in_rest(self, group: Group) -> None:
+        """Hand in what no hook has; tell the others first what of it is frozen, if that is news."""
         agreement, rows = self._declared.agreement, self._declared.rows
         with self._abandoning():
             self._submit(group.due(), group)
@@ -197,7 +198,7 @@ class TrainingStep:
     # -- a step that ends otherwise: see the table above ------------------------------------------
 
     def refuse_in_flight(self, what: str, cure: str = "") -> None:
-        """Raise RuntimeError for ``what`` is not done while gradients are being reduced.
+        """Raise RuntimeError while gradients are being reduced: ``what`` has to wait.
 
         Others may take the step; ``cure`` says what to do first.
         """
