@@ -14,7 +14,7 @@ import numpy as np
 from ringlet.compressors.specs.routes import Spec
 from ringlet.job.process_sets import InvalidArgument, ProcessSet, global_process_set
 from ringlet.job.session import current
-from ringlet.mxnet.nd_views import like, taken, view
+from ringlet.mxnet.nd_views import check, like, taken, view
 from ringlet.ring.callers import public
 from ringlet.ring.communicator import ReduceOp
 from ringlet.shared.array_operations import (
@@ -234,6 +234,9 @@ def _named(kind: str, name: str | None, process_set: ProcessSet) -> str:
 
 
 def _reduced(tensors: list[Any], asked: Reduction) -> list[Any]:
+    for tensor in tensors:
+        check(tensor)
+
     def into_new(given: Sequence[Any], plain: Reduction) -> list[Any]:
         made = like(given)
         _reduce(given, made, plain)
@@ -270,6 +273,9 @@ def _gathered(
 
 
 def _scattered(tensors: list[Any], asked: Reduction) -> list[Any]:
+    for tensor in tensors:
+        check(tensor)
+
     def scatter(given: Sequence[Any], plain: Reduction) -> list[Any]:
         arrays = [view(tensor) for tensor in given]
         check_scatter(plain.op, [array.ndim for array in arrays])

@@ -8,7 +8,7 @@ from typing import Any
 from mxnet import gluon
 
 from ringlet.job.process_sets import ProcessSet, global_process_set
-from ringlet.mxnet.nd_views import view
+from ringlet.mxnet.nd_views import refuse_devices, view
 from ringlet.ring.callers import public
 from ringlet.shared.array_operations import broadcast_flat
 from ringlet.shared.arrays import flat
@@ -27,7 +27,8 @@ def broadcast_parameters(
     ``params`` is what ``Block.collect_params()`` returns, or a dict of NDArrays such as
     ``Module.get_params()`` has. Gluon's that wait for a first batch to know their shape are
     broadcast when they are made, which is then collective. ``prefix`` goes before the names. Raises
-    Mismatch, the same on every rank, when names, shapes or dtypes differ; TypeError for no mapping.
+    Mismatch, the same on every rank, when names, shapes or dtypes differ; TypeError for no mapping;
+    ValueError where a parameter is on several devices.
     """
     if not isinstance(params, Mapping | gluon.ParameterDict):
         raise TypeError(
@@ -41,8 +42,13 @@ def broadcast_parameters(
             tensors[label] = param
             continue
         try:
-            tensors[label] = param.data()
+            made = param.list_data()
         except gluon.parameter.DeferredInitializationError:
+            made = []
+        refuse_devices(param, f"parameter {label!r}")
+        if made:
+            tensors[label] = made[0]
+        else:
             _broadcast_when_made(param, label, root_rank, process_set)
     _overwrite(tensors, root_rank, process_set)
 

@@ -29,13 +29,16 @@ class _Exported:
         return _HOST
 
 
-def view(tensor: Any, what: str = "tensor") -> Array:
-    """Return an NDArray's memory, to be read and written; waits for what MXNet does to it.
-
-    Raises TypeError for what is no dense NDArray in host memory, or of a dtype that cannot travel.
-    """
-    if not isinstance(tensor, mx.nd.NDArray) or tensor.stype != "default":
-        raise TypeError(f"{what} is a dense NDArray, not {type(tensor).__name__}")
+def check(tensor: Any, what: str = "tensor") -> None:
+    """Raise TypeError for what is no dense NDArray in host memory, or of a dtype that cannot go."""
+    if not isinstance(tensor, mx.nd.NDArray):
+        kind = type(tensor).__name__
+        raise TypeError(f"{what} must be an NDArray, not {kind}: call mx.nd.array(...) first")
+    if tensor.stype != "default":
+        raise TypeError(
+            f"{what} is sparse ({tensor.stype}), which cannot travel: call .tostype('default'), or "
+            "make the layer without sparse_grad"
+        )
     if tensor.context.device_type == "gpu":
         raise TypeError(f"{what} lies on a GPU: call .as_in_context(mx.cpu())")
     name = np.dtype(tensor.dtype).name
@@ -43,6 +46,14 @@ def view(tensor: Any, what: str = "tensor") -> Array:
         raise TypeError(f"{what} is of dtype bool, which cannot travel: call .astype('uint8')")
     if name not in DTYPES:
         raise TypeError(f"{what} is of dtype {name}, which cannot travel; use {', '.join(DTYPES)}")
+
+
+def view(tensor: Any, what: str = "tensor") -> Array:
+    """Return an NDArray's memory, to be read and written; waits for what MXNet does to it.
+
+    Raises TypeError as ``check`` does.
+    """
+    check(tensor, what)
     tensor.wait_to_read()
     if tensor.size == 0:
         return np.empty(tensor.shape, tensor.dtype)
@@ -57,6 +68,19 @@ def view(tensor: Any, what: str = "tensor") -> Array:
 def like(tensors: Sequence[Any]) -> list[Any]:
     """Return new NDArrays of the shapes and dtypes of others."""
     return [mx.nd.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+
+
+def refuse_devices(param: Any, what: str) -> None:
+    """Raise ValueError where Gluon's parameter is on several devices.
+
+    Each would train by the gradients of its own part of a batch.
+    """
+    places = param.list_ctx()
+    if len(places) > 1:
+        raise ValueError(
+            f"{what} is on {len(places)} devices ({', '.join(map(str, places))}), and a rank "
+            "trains on one: initialize the network on one context, and start a rank for each device"
+        )
 
 
 def taken(array: Array) -> Any:

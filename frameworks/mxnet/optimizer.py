@@ -11,7 +11,7 @@ import numpy as np
 
 from ringlet.compressors.specs.routes import Routes, Spec
 from ringlet.job.process_sets import ProcessSet, global_process_set
-from ringlet.mxnet.nd_views import view
+from ringlet.mxnet.nd_views import refuse_devices, view
 from ringlet.ring.callers import outside
 from ringlet.shared.drift import RATE
 from ringlet.shared.gradients.gradient_reducer import GradientReducer
@@ -160,6 +160,8 @@ class DistributedTrainer(mx.gluon.Trainer):
     def _allreduce_grads(self) -> None:
         used = [param for param in self._params if param.grad_req != "null"]
         names = unique([f"{self._prefix}{param.name}" for param in used])
+        for name, param in zip(names, used, strict=True):
+            refuse_devices(param, f"parameter {name!r}")
         arrays = [
             view(param.list_grad()[0], f"the gradient of {name!r}")
             for name, param in zip(names, used, strict=True)

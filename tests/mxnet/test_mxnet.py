@@ -240,8 +240,26 @@ def main():
         hvd.allreduce(ones(3 + rank), name="odd")
     with pytest.raises(hvd.HorovodInternalError, match="'a' differs between ranks"):
         hvd.broadcast_parameters({"a": ones(3 + rank)})
-    with pytest.raises(TypeError, match="dense NDArray"):
-        hvd.allreduce(np.ones(3))
+    for given in (np.ones(3), [1.0, 2.0]):
+        for spec in (None, "int8", hvd.Compression.fp16):
+            with pytest.raises(TypeError, match=r"tensor must be an NDArray, not (ndarray|list)"):
+                hvd.allreduce(given, compression=spec)
+    for each in (hvd.allgather, hvd.reducescatter):
+        with pytest.raises(TypeError, match="must be an NDArray, not list"):
+            each([1.0, 2.0])
+    sparse = mx.nd.zeros((4, 2), stype="row_sparse")
+    with pytest.raises(TypeError, match=r"is sparse \(row_sparse\).*tostype\('default'\)"):
+        hvd.allreduce(sparse)
+    # Gradients of one device alone would be reduced.
+    spread = gluon.Parameter("w", shape=(3,))
+    spread.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    deferred = gluon.Parameter("w", shape=(0,), allow_deferred_init=True)
+    deferred.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    for each in (spread, deferred):
+        with pytest.raises(ValueError, match=r"'w' is on 2 devices \(cpu\(0\), cpu\(1\)\)"):
+            hvd.broadcast_parameters({"w": each})
+    with pytest.raises(ValueError, match="'w' is on 2 devices"):
+        hvd.DistributedTrainer([spread], "sgd").step(4)
     with pytest.raises(TypeError, match=r"of dtype bool.*astype\('uint8'\)"):
         hvd.allreduce(mx.nd.array([True, False], dtype="bool"))
     with pytest.raises(TypeError, match=r"takes net\.collect_params.* not a list"):
