@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,6 +46,15 @@ def main(options: argparse.Namespace, telling: Telling | None = None) -> int:
     ``telling`` shows checks in place of these lines.
     """
     sys.path.insert(0, os.getcwd())
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:  # the other process that takes part would be a compressor's failure
+        print(
+            "ringlet check: no folder for temporary files can be written to (is the disk full?); "
+            "name one in TMPDIR",
+            file=sys.stderr,
+        )
+        return 2
     try:
         with exits_raised():
             compressor = resolve(options.compressor)

@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Merge the ranks' parts of a timeline that a crash left behind."
     parser.add_argument("path", type=Path, help="the timeline, as it was to be called: t.json")
     parser.add_argument(
-        "parts", nargs="*", type=Path, help="the ranks' parts (default: those beside it)"
+        "parts",
+        nargs="*",
+        default=[],  # or argparse counts them among what is missing
+        type=Path,
+        help="the ranks' parts (default: those beside it)",
     )
 
 

@@ -6,9 +6,11 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,6 +88,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         (["doctor", "--transports", "mpi"], "did you mean --transport?"),
         (["completion", "bsh"], "did you mean bash?"),
         (["env", "--jsn"], "did you mean --json?"),
+        (["timeline"], "the following arguments are required: path (see"),
     ],
 )
 def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,6 +400,20 @@ def test_a_working_directory_that_is_gone_is_said(
     assert main(["check", "int8"]) == 2
     said = "ringlet check: the working directory is gone; cd to one that is there\n"
     assert capsys.readouterr() == ("", said)
+
+
+def test_check_needs_a_folder_for_temporary_files(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the disk is full, the compressor is not what fails."""
+    monkeypatch.setattr(tempfile, "tempdir", None)  # looks for one anew
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        told = said(capsys, "check", "int8")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert told.endswith("can be written to (is the disk full?); name one in TMPDIR\n")
 
 
 def test_an_interrupted_command_prints_no_traceback(
