@@ -430,6 +430,13 @@ def case_objects():
     assert told == {"epoch": 3, "rank": size - 1}
     assert hvd.allgather_object([rank] * rank) == [[r] * r for r in range(size)]
     assert hvd.broadcast_object(None, 0) is None
+    # One rank cannot pickle its object: the others do not wait for it.
+    last = size - 1
+    given = (each for each in ()) if rank == last else rank
+    for told in (lambda: hvd.broadcast_object(given, last), lambda: hvd.allgather_object(given)):
+        with pytest.raises(ValueError, match=rf"rank {last}'s object cannot be pickled.*generator"):
+            told()
+    assert hvd.broadcast_object(rank, 0) == 0
 
 
 def case_adasum():
