@@ -224,7 +224,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 @public
 def join() -> int:
-    """Go on without this rank's data until all ranks have joined; return who did so last."""
+    """Go on without this rank's data until all ranks have joined; return who did so last.
+
+    This rank takes no steps meanwhile: broadcast the model afterwards, from the rank returned.
+    """
     return current().join()
 
 

@@ -25,6 +25,10 @@ _CURE_OF_LATER = (
     "they were alike before, so look for what one rank does by itself, such as a callback, a "
     "schedule or noise that goes by its own metric or seed"
 )
+CURE_OF_JOINS = (
+    "a rank that has joined takes no steps, so behind last = join() broadcast the model and the "
+    "optimizer's state on all ranks, with root_rank=last"
+)
 _CURE_OF_RATE = (
     "where a callback or a schedule goes by a metric, average that over all ranks first, and set "
     "the same rate on all ranks"
@@ -36,10 +40,11 @@ class Drift:
 
     And again after 16, 32, 64, ... steps. Nobody waits for it, as ranks may wait for several
     optimizers, and in any order: what was found is told in a later step. ``warn`` takes the names
-    of variables that differ, and after how many steps they did.
+    of variables that differ, after how many steps they did, and whether that is the first step
+    behind a join.
     """
 
-    def __init__(self, warn: Callable[[Sequence[str], int], None]) -> None:
+    def __init__(self, warn: Callable[[Sequence[str], int, bool], None]) -> None:
         self._warn = warn
         self._under_way: list[tuple[int, Sequence[str], RankComparison]] = []  # with the steps
         self._steps = 0
@@ -51,8 +56,9 @@ class Drift:
         """How many steps have ended."""
         return self._steps
 
-    def restart(self, label: str, process_set: ProcessSet) -> None:
-        """Count from here, among these ranks."""
+    def restart(self, label: str, process_set: ProcessSet, joined: bool = False) -> None:
+        """Count from here, among these ranks: that have ``joined``, after unlike many steps."""
+        self._joined = joined
         self._label, self._ranks = label, process_set
         self._under_way, self._steps = [], 0
 
@@ -91,18 +97,27 @@ class Drift:
             if odd and not self._warned:
                 self._warned = True
                 if self._ranks.rank() == 0:
-                    self._warn(odd, steps)
+                    self._warn(odd, steps, self._joined and steps == 1)
 
 
-def warn_of_variables(cure: str, odd: Sequence[str], steps: int) -> None:
+def warn_of_variables(cure: str, odd: Sequence[str], steps: int, joined: bool) -> None:
     """Log that variables differ; ``cure`` says what makes them alike before training."""
     first = RATE if RATE in odd else repr(odd[0])
+    when = "the first step" if steps == 1 else f"{steps} steps"
     log.warning(
         "%s differs between ranks after %s, so that their models drift apart: %s",
         first,
-        "the first step" if steps == 1 else f"{steps} steps",
-        _CURE_OF_RATE if first == RATE else cure if steps == 1 else _CURE_OF_LATER,
+        f"{when} behind join()" if joined else when,
+        _cure(cure, first, steps, joined),
     )
+
+
+def _cure(before: str, first: str, steps: int, joined: bool) -> str:
+    if joined:
+        return CURE_OF_JOINS
+    if first == RATE:
+        return _CURE_OF_RATE
+    return before if steps == 1 else _CURE_OF_LATER
 
 
 def sums_of_bits(arrays: Iterable[Array]) -> Array:

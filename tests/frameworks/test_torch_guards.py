@@ -280,7 +280,8 @@ def test_what_differs_later_is_told_of_once(what):
     assert ("average that first" if what == "lr" else "hvd.broadcast_parameters") in told[0]
 
 
-def test_ranks_that_join_differ_from_nobody_later():
+@pytest.mark.parametrize("broadcasts", [True, False])
+def test_ranks_that_join_differ_from_nobody_later(broadcasts):
     def work():
         model = network()
         optimizer = wrap(model, compression="int8 | ef")
@@ -291,10 +292,15 @@ def test_ranks_that_join_differ_from_nobody_later():
                 backward(model)
                 optimizer.step()
             last = hvd.join()
-            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-        return True
+            if broadcasts:
+                hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        steps(model, optimizer, 17)
+        # Nobody waits for a comparison that another rank has made before it joined.
+        assert not optimizer._ringlet._drift._drift._under_way
 
-    assert told_by(work) == []
+    told = told_by(work)
+    assert len(told) == (not broadcasts), told
+    assert all("behind last = join() broadcast" in each for each in told)
 
 
 def test_a_broadcast_behind_diloco_counts():
@@ -1049,10 +1055,14 @@ def test_nor_does_one_that_cannot_begin_because_a_rank_has_ended(monkeypatch):
         raise PeerLost("rank 0, the coordinator, closed the control plane", [0])
 
     monkeypatch.setattr(drift, "RankComparison", closed)
-    check = DriftCheck({"w": torch.ones(3)}, "late", hvd.global_process_set)
-    check.look([], dict)
-    assert not check._drift._under_way
-    check.look([], dict)
+
+    def work():
+        check = DriftCheck({"w": torch.ones(3)}, "late", hvd.global_process_set)
+        check.look([], dict)
+        assert not check._drift._under_way
+        check.look([], dict)
+
+    ranks(work, np=1)
 
 
 def test_a_comparison_of_other_parameters_on_each_rank_is_no_secret():

@@ -137,9 +137,10 @@ def join() -> int:
     """Go on without this rank's data until all ranks have joined; return who did so last.
 
     For ranks with fewer batches than others: until the last one joins, this rank contributes zeros
-    to every allreduce, and other collectives raise Mismatch. Averages divide by all ranks, as in
-    Horovod, or by those that contribute: ``init(join_divisor="contributors")``. Not inside
-    ``jax.jit``.
+    to every allreduce, and other collectives raise Mismatch. It takes no steps meanwhile: broadcast
+    the model and the optimizer's state afterwards, from the rank that is returned. Averages divide
+    by all ranks, as in Horovod, or by those that contribute: ``init(join_divisor="contributors")``.
+    Not inside ``jax.jit``.
     """
     refuse_trace("join")
     return current().join()

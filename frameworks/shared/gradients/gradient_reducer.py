@@ -413,10 +413,13 @@ class GradientReducer:
             self._number, self._agreed, self._restarts = number, False, 0
             self._label = runtime.unnamed(self._kind, number)
             self._changes = ListChanges(runtime, self._label, number)
+            joined = False
         elif self._joins == runtime.joins:
             return
-        self._joins = runtime.joins  # ranks that joined late have taken, and counted, more steps
-        self.drift.restart(self._label, self.settings.process_set)
+        else:  # ranks that joined late have taken, and counted, more steps
+            joined = True
+        self._joins = runtime.joins
+        self.drift.restart(self._label, self.settings.process_set, joined)
 
     def _unbind(self) -> None:
         """Declare anew at the next step; what is remembered stays."""

@@ -187,8 +187,9 @@ def join() -> Any:
     """Go on without this rank's data until all ranks have joined; return who did so last (int32).
 
     For ranks with fewer batches than others: until the last one joins, this rank contributes zeros
-    to every allreduce, and other collectives raise Mismatch. Averages divide by all ranks, as in
-    Horovod, or by those that contribute: ``init(join_divisor="contributors")``.
+    to every allreduce, and other collectives raise Mismatch. It takes no steps meanwhile: broadcast
+    the model and the optimizer's state afterwards, from the rank that is returned. Averages divide
+    by all ranks, as in Horovod, or by those that contribute: ``init(join_divisor="contributors")``.
     """
 
     def wait(_: list[Array]) -> list[Array]:

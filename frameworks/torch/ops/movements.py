@@ -226,9 +226,10 @@ def join(device: int = -1) -> int:
     """Go on without this rank's data until all ranks have joined; return who did so last.
 
     For ranks with fewer batches than others: until the last one joins, this rank contributes zeros
-    to every allreduce, and other collectives raise Mismatch. Averages divide by all ranks, as in
-    Horovod, or by those that contribute: ``init(join_divisor="contributors")``. ``device`` is
-    accepted for Horovod's sake.
+    to every allreduce, and other collectives raise Mismatch. It takes no steps meanwhile: broadcast
+    the model and the optimizer's state afterwards, from the rank that is returned. Averages divide
+    by all ranks, as in Horovod, or by those that contribute: ``init(join_divisor="contributors")``.
+    ``device`` is accepted for Horovod's sake.
     """
     return current().join()
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ringlet.job.process_sets import ProcessSet
+from ringlet.job.session import current
 from ringlet.ring.callers import outside
-from ringlet.shared.drift import Drift
+from ringlet.shared.drift import CURE_OF_JOINS, Drift
 from ringlet.torch.ops.replica_check import sums_of_bits
 
 # What else is compared, which no parameter is called.
@@ -29,7 +30,8 @@ class DriftCheck:
         self, parameters: Mapping[str, torch.Tensor], label: str, ranks: ProcessSet
     ) -> None:
         self._parameters = parameters
-        self._drift = Drift(_warn)
+        self._label, self._ranks = label, ranks
+        self._drift, self._joins = Drift(_warn), current().joins
         self._drift.restart(label, ranks)
 
     def look(
@@ -39,10 +41,14 @@ class DriftCheck:
 
         ``groups`` are the optimizer's, ``steps`` tells what compressors have counted, by tensor.
         """
+        joins = current().joins
+        if joins != self._joins:  # the steps that ranks had taken before differ
+            self._joins = joins
+            self._drift.restart(self._label, self._ranks, joined=True)
         self._drift.ended()
         if self._drift.due:
             compared = {**self._parameters, _SETTINGS: _digest(_settings(groups))}
-            if self._drift.steps == 1:  # later on ranks may have joined meanwhile
+            if self._drift.steps == 1 and not joins:  # which let some count fewer
                 compared[_STEPS] = _digest(repr(sorted(steps().items())))
             names = sorted(compared)  # ranks may name them in another order
             self._drift.compare(names, sums_of_bits([compared[name] for name in names]))
@@ -63,9 +69,14 @@ def _settings(groups: Sequence[Mapping[str, Any]]) -> str:
     return repr([sorted((k, v) for k, v in g.items() if isinstance(v, kinds)) for g in plain])
 
 
-def _warn(names: Sequence[str], step: int) -> None:
+def _warn(names: Sequence[str], step: int, joined: bool) -> None:
     odd = names[0]
     what, call = f"parameter {odd!r} differs", "parameters(model.state_dict()"
+    if joined:
+        what = "the optimizer's settings, such as lr, differ" if odd == _SETTINGS else what
+        when = "since the first step behind join(), so that their models drift apart"
+        warnings.warn(f"{what} between ranks {when}: {CURE_OF_JOINS}", stacklevel=outside())
+        return
     if odd == _SETTINGS and step > 1:
         warnings.warn(
             f"the optimizer's settings, such as lr, differ between ranks after {step} steps, so "
