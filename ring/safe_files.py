@@ -180,10 +180,15 @@ def is_planted(found: os.stat_result, around: os.stat_result) -> bool:
 def make_folder(path: str | os.PathLike[str]) -> None:
     """Make a folder, and those above it, unless they are there.
 
-    Raises OSError where one of them, or a link to it, is a stranger's in a folder such as /tmp.
+    Raises OSError where one of them, or a link to it, is a stranger's in a folder such as /tmp, and
+    where ``path`` is something else.
     """
     _refuse_strangers(on_the_way(path))  # before: nothing is made behind a stranger's link
-    os.makedirs(path, exist_ok=True)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except FileExistsError:
+        text = "is there already, and is no folder; name another one"
+        raise FileExistsError(errno.EEXIST, text, os.fspath(path)) from None
     _refuse_strangers(on_the_way(path))
 
 

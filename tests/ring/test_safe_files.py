@@ -120,6 +120,12 @@ def test_no_folder_is_made_in_a_strangers_where_all_may_write(tmp_path, link):
         assert fine.is_dir()
 
 
+def test_a_file_where_a_folder_is_to_be_is_told(tmp_path):
+    (tmp_path / "run.jsonl").touch()
+    with pytest.raises(FileExistsError, match="is there already, and is no folder; name another"):
+        make_folder(tmp_path / "run.jsonl")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make folders of others")
 @pytest.mark.parametrize("link", [False, True])
 @pytest.mark.parametrize("below", ["", "inside"])
