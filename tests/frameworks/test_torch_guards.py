@@ -957,6 +957,32 @@ def test_wrapping_again_keeps_the_loss_scale(precision):
     ranks(work)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_told_as_what_it_is(layout):
+    def work():
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+        for call in (hvd.allreduce, hvd.allgather, lambda each: hvd.broadcast(each, 0)):
+            with pytest.raises(TypeError, match=r"tensor is nested.*to_padded_tensor"):
+                call(nested)
+
+    ranks(work, np=1)
+
+
+def test_a_tensor_with_a_negative_bit_travels():
+    """As a loss that is made of complex numbers may have it: NumPy cannot look at it."""
+
+    def work():
+        negative = torch.tensor([1 + 2j]).conj().imag
+        assert negative.is_neg()
+        for call in (hvd.allreduce, hvd.allgather, hvd.reducescatter):
+            assert call(negative).tolist() == [-2.0]
+        assert hvd.broadcast(negative, 0).tolist() == [-2.0]
+        assert hvd.grouped_allreduce([negative])[0].tolist() == [-2.0]
+
+    ranks(work, np=1)
+
+
 def test_a_shard_of_fsdp2_is_refused_with_what_to_do():
     class Shard(torch.Tensor):
         """What a DTensor looks like."""

@@ -50,6 +50,11 @@ def check(tensor: Any, what: str = "tensor") -> None:
         several = isinstance(tensor, list | tuple)
         remedy = "several go to a grouped_... form" if several else "see torch.as_tensor(...)"
         raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}; {remedy}")
+    if tensor.is_nested:
+        raise TypeError(
+            f"{what} is nested: its parts differ in length, so ranks cannot combine it; pass "
+            "torch.nested.to_padded_tensor(...) of it, of one size on all ranks"
+        )
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} is sparse; call .to_dense() first")
     if type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh"):
@@ -104,7 +109,10 @@ def as_array(tensor: Any) -> Array | None:
         tensor = tensor.view(torch.uint16)
     elif tensor.dtype not in _NAMES:
         return None
-    array: Array = tensor.numpy()
+    try:
+        array: Array = tensor.numpy()
+    except RuntimeError:  # of a nested one, or one with a negative bit, as z.conj().imag has it
+        return None
     return array
 
 
@@ -133,7 +141,7 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` detached, contiguous and in host memory: itself, or a complete copy."""
-    plain = without_graph(tensor)
+    plain = without_graph(tensor).resolve_neg()
     if plain.is_cpu:
         return plain if plain.is_contiguous() else plain.contiguous()
     staged = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=plain.is_cuda)
