@@ -90,7 +90,8 @@ class {cls}(Compressor):
         xp = ctx.xp
         largest = xp.abs(x).max(keepdims=True) if x.size else xp.zeros(1, "float32")
         # A maximum may lose NaN. Inf makes NaN of the result, so that an overflow stays visible.
-        largest = yield Round(xp.where(xp.isnan(largest), xp.float32("inf"), largest), "max")
+        visible = xp.where(xp.isnan(largest), xp.float32("inf"), largest)
+        largest = yield Round(visible, "max")
         step = largest / xp.float32(self.levels)
         usable = xp.isfinite(step) & (step > 0)
         codes = xp.where(usable, xp.rint(x / xp.where(usable, step, 1)), 0)
@@ -99,7 +100,8 @@ class {cls}(Compressor):
         total = yield Round(codes, "sum")
         # The mean of all ranks, in every element of out.
         out[:] = total * (step / xp.float32(ctx.size))
-        if local is not None:  # what of it stands for this rank's own x: "| ef" keeps the rest
+        if local is not None:
+            # What of it stands for this rank's own x: "| ef" keeps the rest.
             local[:] = codes * step
 '''
 
@@ -141,9 +143,9 @@ _MODULES = {"payload": _PAYLOAD, "rounds": _ROUNDS, "modifier": _MODIFIER}
 _TEST = '''\
 """Whether {name} is what it claims to be."""
 
-import ringlet_{name}  # noqa: F401, which registers it
-
 from ringlet.compressors.testing import parametrize_with_checks
+
+import ringlet_{name}  # noqa: F401, which registers it
 
 
 @parametrize_with_checks(["{before}{name}", "{before}{name} | ef"])

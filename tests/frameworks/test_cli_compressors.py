@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from ringlet.__main__ import main
 from ringlet.compressors import resolve
 from ringlet.compressors.testing import check_compressor
 from ringlet.compressors.testing.tools.simulate import simulate
@@ -150,6 +151,20 @@ def test_packages_of_other_kinds_conform(tmp_path, monkeypatch, kind, specs):
     assert resolve(said[1]) == resolve(listed[1])
     for spec in [*listed, *(spec.format(name) for spec in specs)]:
         check_compressor(spec)
+
+
+@pytest.mark.parametrize("kind", ["payload", "rounds", "modifier"])
+def test_packages_are_as_a_linter_wants_them(tmp_path, kind):
+    """By Ruff's own choice of rules."""
+    pytest.importorskip("ruff")
+    made = tmp_path / "ringlet-mine"
+    assert main(["new", "mine", "--kind", kind, "--directory", str(made)]) == 0
+    for words in (["check", "--extend-select", "I"], ["format", "--diff"]):
+        command = [sys.executable, "-m", "ruff", *words, "--isolated", "--no-cache", "."]
+        ran = subprocess.run(
+            command, cwd=made, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize(("name", "kind"), [("traits", "payload"), ("round", "rounds")])
