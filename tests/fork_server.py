@@ -69,7 +69,7 @@ FRAMEWORKS = {
 }
 # What is imported instead, or as well, where these variables are set.
 VARIANTS = {
-    "KERAS_BACKEND=torch": [*TORCH, "ringlet.keras"],
+    "KERAS_BACKEND=torch": [*TORCH, "torch._inductor.compile_fx", "ringlet.keras"],
     "KERAS_BACKEND=jax": [*TORCH, *JAX, "ringlet.keras"],
     "TF_USE_LEGACY_KERAS=1": [*FRAMEWORKS["tensorflow"], "tf_keras"],
 }
