@@ -81,8 +81,8 @@ READ_EARLY = (
     *("PYTHON", "NUMBA_", "TF_", "KERAS_", "TORCH", "PYTORCH_", "CUDA_", "XLA_", "JAX_", "MKL_"),
     *("OMP_", "OPENBLAS_", "ATEN_", "LD_", "KMP_", "GOMP_", "ABSL_", "LC_", "LANG", "VIRTUAL_ENV"),
 )
-# These are, but a forked process can still do as they say.
-DONE_LATE = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONPATH")
+# These are, but a forked process can still do as they say. XLA reads its flags when it first runs.
+DONE_LATE = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS")
 # torchrun sets these for its ranks, who read them when they make groups.
 READ_LATE = ("TORCHELASTIC_", "TORCH_NCCL_")
 # Frameworks set these themselves, when they are imported.
@@ -361,6 +361,8 @@ def _see_environment(program: Program) -> None:
     importlib.invalidate_caches()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
+    if jax := sys.modules.get("jax"):
+        jax.config.update("jax_platforms", env.get("JAX_PLATFORMS") or None)
     if torch := sys.modules.get("torch"):
         if env.get("OMP_NUM_THREADS", "").isdecimal():
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))

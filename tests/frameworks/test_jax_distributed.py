@@ -13,6 +13,8 @@ import pytest
 
 from ringlet.ring.processes.torchrun import free_port
 
+pytestmark = pytest.mark.preloaded("jax")
+
 RANKS, DEVICES = 2, 2
 CHECKS = ("ranks", "gradients", "a mesh over processes", "once more")
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.preloaded("jax")
+
 DEVICES = 3
 CODES = (
     "int8", "maxnorm(bits=3, bucket=64)", "onebit | ef", "int4 | ef(decay=0.9)",
