@@ -33,7 +33,10 @@ def lacking() -> str | None:
     return None
 
 
-pytestmark = pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
+pytestmark = [
+    pytest.mark.skipif(lacking() is not None, reason=str(lacking())),
+    pytest.mark.preloaded("torch"),
+]
 
 
 def test_names_of_hosts(tmp_path: Path) -> None:

@@ -24,7 +24,10 @@ from ringlet.ring.rendezvous.environment import Launched, detect
 
 DEADLINE = 120.0  # seconds; generous, nothing waits for it when all is well
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-pytestmark = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+pytestmark = [
+    pytest.mark.skipif(not HAS_TORCH, reason="needs torch"),
+    pytest.mark.preloaded("torch"),
+]
 
 OUTER = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "other", "MASTER_PORT": "1"}
 
