@@ -219,7 +219,7 @@ class Engine:
         group.title = title
         if self._coordinator is not None:
             self._coordinator.entitle(group.number, title)
-            log.info("gradients of %s: %s", title, group.compression)
+            log.info("gradients of %s: %s", title, group.plan.compression)
 
     def release(self, group: Group) -> None:
         """Forget a group; every rank does, sooner or later. Safe in a finaliser."""

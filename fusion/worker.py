@@ -148,7 +148,7 @@ class Worker:
             return Group(name, 0, chosen, peers, self._limits, ready, self.abandon, step, early)
 
         planned = build(members)
-        planned.warm_up()
+        planned.plan.warm_up()
 
         def in_order(order: Sequence[str]) -> Group:
             return planned if list(members) == order and limits is self._limits else build(order)

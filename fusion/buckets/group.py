@@ -1,95 +1,37 @@
 """A declared group: tensors that are reduced together in every step, such as a model's gradients.
 
-Its plan, which tensor travels in which bucket, is a pure function of the order in which the first
-rank declared them, their sizes and the fusion threshold; not of arrival times. So sums are formed
-in the same order in every step and after every restart.
+Members are handed in, in any order, and buckets travel as they become complete; then the step ends,
+on all ranks alike: it was reduced, or it failed. Which member travels in which bucket is in
+``group_plan``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from ringlet.compressors import Context, Workspace
-from ringlet.compressors.core.compile_lock import compile_lock, kernels_of
 from ringlet.fusion.buckets.bucket import SPREAD, Bucket
 from ringlet.fusion.buckets.bucket_owner import BucketOwner
-from ringlet.fusion.buckets.factory import make_bucket
+from ringlet.fusion.buckets.group_plan import GroupPlanner
 from ringlet.fusion.buckets.unscaling import Unscaling
-from ringlet.fusion.devices.host import Mark, Place, collect
-from ringlet.fusion.errors import (
-    CompressionFailed,
-    DuplicateName,
-    raised_by_a_signal,
-    refuse_forked,
-)
+from ringlet.fusion.devices.host import Mark, collect
+from ringlet.fusion.errors import DuplicateName, refuse_forked
 from ringlet.fusion.limits import Limits
 from ringlet.fusion.peers import Peers
-from ringlet.fusion.planning.lookahead import pack
 from ringlet.fusion.planning.member import Member
-from ringlet.fusion.planning.pieces import divide
 from ringlet.fusion.recording.events import Trace
 from ringlet.fusion.recording.recorder import Recorder
 from ringlet.fusion.requests.identity_values import neutral
 from ringlet.fusion.requests.legality import check_values, lies_well
 from ringlet.fusion.requests.request import Request
-from ringlet.ring.collector import paused
 from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 
-log = logging.getLogger("ringlet")
-
-_NOTED_S = 1.0  # until kernels are ready: those on disk are sooner
-
 Ready = Callable[["Group", int, int], None]  # group, bucket, epoch
 Abandon = Callable[["Group", str], None]  # group, why
-
-
-class Retune(NamedTuple):
-    """How to plan from a turn on."""
-
-    turn: int
-    threshold: int
-    hierarchical: bool
-
-
-class _Slot(NamedTuple):
-    """What a member is to be given, and which pieces of which buckets take it."""
-
-    fit: tuple[Any, Any]
-    place: Place | None  # one with an order of its own
-    pieces: list[tuple[Member, int]]
-
-
-class _Plan(NamedTuple):
-    """Which members travel in which buckets, and what each is to be given."""
-
-    members: dict[str, Member]
-    buckets: list[Bucket]
-    slots: dict[str, _Slot]
-
-
-class _NextStep(NamedTuple):
-    """How a step is to begin."""
-
-    plan: _Plan
-    unplanned: BaseException | None  # why ``plan`` is that of the step before
-    threshold: int
-    hierarchical: bool
-    retunes: list[Retune]  # for later steps
-
-
-def plan(
-    members: Sequence[Member], threshold: int, lookahead: int | None = None, early: bool = False
-) -> list[list[Member]]:
-    """Divide declared members into buckets, last declared first, as backward produces them."""
-    return pack(list(reversed(members)), threshold, lookahead, early)
 
 
 class _StepAtHand:
@@ -131,120 +73,40 @@ class Group(BucketOwner):
         self.title = name
         self.epoch = self.turn = 0
         self.step = step
-        self._threshold, self._lookahead = limits.fusion_threshold, limits.lookahead
-        # Where a sum waits long for another's messages, a bucket more costs more than it hides.
-        self._early = early and (len(peers.tracks) > 1 or not peers.comm.base.far)
-        self._hierarchical, self._verify = limits.hierarchical, limits.share
-        self._declared = list(members)
-        distinct = {id(member.declared): member for member in members}.values()
-        self._scheduled = any(member.scheduled for member in distinct)
-        self._unscaling: Unscaling | None = None
         self.finite = True  # whether the last step's results were, under a loss scale
         self.unplanned: BaseException | None = None  # why the step at hand has the plan of the last
-        now = [member.at(step) for member in members]
-        planned = self._planned(now, self._threshold, self._hierarchical)
-        self.members, self.buckets, self._slots = planned
+        self._planner = GroupPlanner(members, peers, limits, early)
+        self.plan = self._planner.first(step)
+        self.members, self.buckets, self._slots = self.plan
         self._now = _StepAtHand(self.buckets)
         self._ready, self._abandoned = ready, abandoned
         self.lock = threading.RLock()  # held while members are handed in, and a step ends
         self._ended = threading.Condition(self.lock)
         self._pid = os.getpid()
         self._observed = False  # whether somebody observes
-        self._retunes: list[Retune] = []
         self._failures: dict[int, Exception] = {}  # by turn: steps that `wait` has not told of
         self._broken: Exception | None = None
         self._outcome: Exception | None = None  # of the last step that was collected
         self._told = False  # whether the last thing that the caller heard was a step's failure
         self._marks: list[Mark] = []  # the ends of what was enqueued since ``wait`` has collected
 
-    def _planned(self, members: list[Member], threshold: int, hierarchical: bool) -> _Plan:
-        """Return a plan for ``members``, which changes nothing yet."""
-        pieces = [piece for member in members for piece in divide(member)]
-        planned = plan(pieces, threshold, self._lookahead, self._early)
-        buckets = [make_bucket(b, self.peers, hierarchical, self._verify) for b in planned]
-        for bucket in buckets:
-            bucket.unscaling = self._unscaling
-        slots = {
-            m.request.name: _Slot(m.request.fit, m.place if m.place.ordered else None, [])
-            for m in members
-        }
-        for i, of_bucket in enumerate(planned):
-            for piece in of_bucket:
-                slots[piece.request.name].pieces.append((piece, i))
-        return _Plan({member.request.name: member for member in members}, buckets, slots)
-
-    def _look_ahead(self, step: int, turn: int) -> _NextStep:
-        """Plan anew when a schedule or new limits say so: at the same step on every rank.
-
-        What raises is kept in ``unplanned``, for the step that cannot be planned to fail with; but
-        what a signal's handler raises is raised, and nothing has changed.
-        """
-        planned = _Plan(self.members, self.buckets, self._slots)
-        due, unplanned = self.unplanned is not None, None
-        threshold, hierarchical, retunes = self._threshold, self._hierarchical, self._retunes
-        while retunes and retunes[0].turn <= turn:
-            due = True
-            _, threshold, hierarchical = retunes[0]
-            retunes = retunes[1:]
-        if self._scheduled or due:
-            try:
-                now = [member.at(step) for member in self._declared]
-                last = self.members.values()
-                if due or [m.compressor for m in now] != [m.compressor for m in last]:
-                    planned = self._planned(now, threshold, hierarchical)
-            except BaseException as error:  # a plugin's, such as SystemExit, or a panic of Rust's
-                if raised_by_a_signal(error):
-                    raise
-                unplanned = error
-        return _NextStep(planned, unplanned, threshold, hierarchical, retunes)
-
     def _go_on_at(self, step: int, turn: int) -> None:
         """Let ``step`` be the one at hand, unless a signal's handler has done so meanwhile."""
         last = self.turn
-        following = self._look_ahead(step, turn)
+        anew = self.unplanned is not None
+        following = self._planner.following(self.plan, step, turn, anew)
         now = _StepAtHand(following.plan.buckets)
         if self.turn != last:
             return
         # Nothing is called from here on, so that no signal comes between.
+        self._planner.tunings = following.tunings
+        self.plan, self.unplanned = following.plan, following.unplanned
         self.members, self.buckets, self._slots = following.plan
-        self.unplanned = following.unplanned
-        self._threshold, self._hierarchical = following.threshold, following.hierarchical
-        self._retunes = following.retunes
         self._now, self.step, self.turn = now, step, turn
-
-    @property
-    def hash(self) -> str:
-        """A digest of everything that ranks must have in common to run these buckets."""
-        plans = b"".join(bucket.plan_of(0).to_bytes(8, "little") for bucket in self.buckets)
-        return hashlib.blake2b(plans, digest_size=8).hexdigest()
-
-    @property
-    def compression(self) -> str:
-        """How many tensors travel by which compressors, in words."""
-        counts = Counter(str(member.compressor) for member in self.members.values())
-        return ", ".join(f"{number} by {spec}" for spec, number in counts.most_common())
-
-    def warm_up(self) -> None:
-        """Compile the compressors' kernels, so that the first step does not have to."""
-        once = {(str(m.compressor), m.place.name): m for m in self.members.values() if m.encoded}
-        if not once:
-            return
-        began = time.monotonic()
-        with paused():
-            for (spec, _), member in once.items():
-                place = member.place
-                try:
-                    with compile_lock(kernels_of(spec)), place.at_work():
-                        around = Context(xp=place.xp, workspace=Workspace(place.xp))
-                        member.call(member.compressor.warm_up, around)
-                except CompressionFailed as error:  # told by the step that needs it, if one does
-                    log.warning("%s", error)
-        if (took := time.monotonic() - began) >= _NOTED_S:
-            log.info("the kernels of %s were ready after %.1f s", self.compression, took)
 
     def unscale(self, unscaling: Unscaling | None) -> None:
         """Take a loss scale off results in host memory from now on, and see if they are finite."""
-        self._unscaling = unscaling
+        self._planner.unscaling = unscaling
         for bucket in self.buckets:
             bucket.unscaling = unscaling
 
@@ -453,7 +315,7 @@ class Group(BucketOwner):
         with self.lock:
             ended = self.turn if self._now.unfinished == 0 else self.turn - 1
             due = max([ended, *self._failures]) + 2  # a rank may have begun the one before
-            self._plan_from(due, limits.fusion_threshold, limits.hierarchical)
+            self._planner.retune(due, limits.fusion_threshold, limits.hierarchical)
 
     def halve(self, turn: int, biggest: int) -> str:
         """Plan smaller buckets from ``turn`` on, which no rank has begun; say so.
@@ -462,15 +324,8 @@ class Group(BucketOwner):
         failed steps behind it, where buckets are larger.
         """
         with self.lock:
-            last = Retune(turn, self._threshold, self._hierarchical)
-            last = self._retunes[-1] if self._retunes else last
-            threshold = max(1, min(last.threshold, biggest) // 2)
-            self._plan_from(turn, threshold, last.hierarchical)
+            threshold = self._planner.halve(turn, biggest)
         return f"from the next step on buckets have at most {threshold} bytes; repeat the step"
-
-    def _plan_from(self, turn: int, threshold: int, hierarchical: bool) -> None:
-        self._retunes = [due for due in self._retunes if due.turn < turn]
-        self._retunes.append(Retune(turn, threshold, hierarchical))
 
     def retire(self) -> None:
         """Let the step at hand go, which has ended or was not begun: the caller is gone."""

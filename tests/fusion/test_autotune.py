@@ -173,10 +173,10 @@ def test_all_ranks_plan_anew_at_the_same_step(data):
             if tune and engine.rank == 0 and number % 3 == 0 and number // 3 < len(thresholds):
                 engine.tuning.announce({"fusion_threshold": thresholds[number // 3]})
             time.sleep(delays[(number * (engine.rank + 1)) % 12])
-            hashes.append(group.hash)
+            hashes.append(group.plan.hash)
             results += step(engine, group, number)
         late = engine.declare("late", [Request("l", shape=(9,))], [parse("none")], [{}])
-        return results, hashes, engine.limits.fusion_threshold, late._threshold
+        return results, hashes, engine.limits.fusion_threshold, late._planner.tunings[0].threshold
 
     plain = with_engines(3, lambda engine: body(engine, False))
     tuned = with_engines(3, lambda engine: body(engine, True))
@@ -205,7 +205,7 @@ def test_plans_change_while_a_rank_has_joined_and_steps_fail():
                 else:
                     step(engine, group, number)
             engine.join()
-        return [step(engine, group, 20 + i) for i in range(3)], group.hash, len(group.buckets)
+        return [step(engine, group, 20 + i) for i in range(3)], group.plan.hash, len(group.buckets)
 
     results = with_engines(3, body)
     assert len({repr(result) for result in results}) == 1
@@ -228,7 +228,7 @@ def test_it_ends_with_the_best_setting_everywhere_and_logs(tmp_path):
         for extra in range(8):
             step(engine, group, extra)
         tuner = engine.tuning.tuner
-        return engine.limits, group.hash, tuner.tried if tuner else None
+        return engine.limits, group.plan.hash, tuner.tried if tuner else None
 
     tune = {"autotune": "all", "autotune_log": str(log)}
     small = {"autotune_samples": 6, "autotune_steps": 2, "autotune_warmup": 1}

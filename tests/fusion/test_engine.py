@@ -183,7 +183,7 @@ def test_mixed_precision_travels_in_two_streams():
         for request in requests:
             group.submit(request.name, np.ones(100, request.dtype))
         group.wait()
-        return len(group.buckets), group.hash
+        return len(group.buckets), group.plan.hash
 
     results = with_engines(2, body)
     assert [count for count, _ in results] == [2, 2]
@@ -203,7 +203,7 @@ def test_sums_begin_while_others_are_computed(early):
             sizes = [len(bucket.members) for bucket in group.buckets]
             short = early and spec != "int8 | ef"
             assert sizes == ([4, 12] if short else [16]), spec
-        return group.hash
+        return group.plan.hash
 
     assert len(set(with_engines(3, body))) == 1
 

@@ -19,7 +19,7 @@ def test_a_step_given_up_in_any_words_is_abandoned(why):
     def body(engine):
         requests = [Request(name, shape=(4,)) for name in "ab"]
         group = engine.declare("g", requests, [parse("none")] * 2, [{}, {}])
-        text, threshold = "", group.hash
+        text, threshold = "", group.plan.hash
         group.submit("a", ones(4))
         if engine.rank == 1:
             group.abandon(why)
@@ -32,7 +32,7 @@ def test_a_step_given_up_in_any_words_is_abandoned(why):
         for name in "ab":
             group.submit(name, ones(4))
         group.wait(60)
-        assert group.hash == threshold  # nobody planned anew, as for want of memory
+        assert group.plan.hash == threshold  # nobody planned anew, as for want of memory
         return text
 
     assert with_engines(2, body)[0] == f"rank 1: abandoned: {why}"

@@ -99,7 +99,7 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
         pool._allocate = bounded
         requests = [Request(f"t{i}", shape=(n,), spec=spec) for i, n in enumerate(sizes)]
         group = engine.declare("g", requests, [parse(spec)] * 8, [{} for _ in sizes])
-        hashes = [group.hash]
+        hashes = [group.plan.hash]
 
         def step():
             arrays = [np.full(n, engine.rank + 1, np.float32) for n in sizes]
@@ -117,7 +117,7 @@ def test_all_ranks_give_up_the_step_and_go_on_with_smaller_buckets(spec):
         for _ in range(3):
             for array in step():
                 np.testing.assert_allclose(array, 1.5, rtol=0.02)
-            hashes.append(group.hash)
+            hashes.append(group.plan.hash)
         return hashes, len(group.buckets)
 
     first, second = with_engines(2, body)
@@ -160,7 +160,7 @@ def test_ranks_plan_alike_though_one_fails_twice_before_another_has_begun():
         hungry[0] = False
         texts += [fail(), fail()] if engine.rank == 1 else []
         assert [step() for _ in range(2)] == [{1.5}] * 2
-        return texts, group.hash
+        return texts, group.plan.hash
 
     first, second = with_engines(2, body)
     assert first == second

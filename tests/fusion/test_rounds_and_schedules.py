@@ -247,7 +247,7 @@ def test_a_schedule_changes_on_all_ranks_at_once():
         used, hashes = [], []
         for _ in range(6):
             used.append(group.members["w"].compressor)
-            hashes.append(group.hash)
+            hashes.append(group.plan.hash)
             group.submit("w", data(engine.rank, "w", 2000))
             group.wait(60)
         return used, hashes

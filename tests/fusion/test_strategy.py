@@ -95,7 +95,7 @@ def test_an_engine_reduces_as_its_link_demands(spec, size):
             x = np.random.default_rng(comm.rank).standard_normal(n).astype(np.float32)
             group.submit("w", x)
             group.wait(60)
-            return x.tobytes(), group.hash, engine.stats.wire_bytes
+            return x.tobytes(), group.plan.hash, engine.stats.wire_bytes
         finally:
             engine.shutdown()
 
