@@ -165,12 +165,12 @@ class Reducer:
     def load_shards(self, shards: Sequence[Mapping[str, Any]]) -> None:
         """Go on with what all ranks of an earlier job saved, which may be nothing."""
         self._restored(self.memory.load_shards(shards) if shards else self.memory.load(None))
-        self._owing = self.declared.only_rank
 
     def _restored(self, step: int) -> None:
         for name, place in self.declared.places.items():
             current().engine.bring(self.memory.states[name], place)
         self.declared.restart(step)
+        self._owing = self.declared.only_rank
 
     def _inherit(self, before: Reducer) -> None:
         """Go on with what ``before`` remembers of the same parameters, and at its step."""
