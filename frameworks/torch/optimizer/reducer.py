@@ -170,7 +170,8 @@ class Reducer:
         for name, place in self.declared.places.items():
             current().engine.bring(self.memory.states[name], place)
         self.declared.restart(step)
-        self._owing = self.declared.only_rank
+        if self._joined:  # else join_epoch does, once the process set is there again
+            self._owing = self.declared.only_rank
 
     def _inherit(self, before: Reducer) -> None:
         """Go on with what ``before`` remembers of the same parameters, and at its step."""
