@@ -23,11 +23,7 @@ from ringlet.jax import elastic
 from ringlet.jax.carried_states import carry_over
 from ringlet.jax.distributed import init
 from ringlet.jax.functions import broadcast_pytree, replicas_equal
-from ringlet.jax.gradient_transformation import (
-    ReduceGradientsState,
-    reduce_gradients,
-    residual_norm,
-)
+from ringlet.jax.gradient_transformation import reduce_gradients
 from ringlet.jax.ops.movements import (
     allgather,
     alltoall,
@@ -38,6 +34,7 @@ from ringlet.jax.ops.movements import (
 )
 from ringlet.jax.ops.reducescatter import grouped_reducescatter, reducescatter
 from ringlet.jax.ops.reductions import allreduce, grouped_allreduce
+from ringlet.jax.reduction_state import ReduceGradientsState, residual_norm
 from ringlet.jax.sharded.mesh_mean import sharded_mean, sharded_state
 from ringlet.job.objects import allgather_object, broadcast_object
 

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from ringlet.jax.gradient_transformation import ReduceGradientsState, carrying_over
+from ringlet.compressors.states import prescale, resize
+from ringlet.jax.held_state import flattened, nested
 from ringlet.jax.ops.ordered_calls import refuse_trace
+from ringlet.jax.reduction_state import (
+    DIVIDED,
+    RESIDUAL,
+    ReduceGradientsState,
+    is_state,
+    made_by_path,
+    reductions,
+)
 from ringlet.job.session import current
 from ringlet.ring.callers import public
+from ringlet.ring.dtypes import Array
+from ringlet.shared.gradients.gradient_settings import Settings, Slot
 
 log = logging.getLogger("ringlet")
+
+_carried: ContextVar[CarriedOver | None] = ContextVar("carried over", default=None)
 
 
 @public
@@ -49,36 +64,25 @@ def carry_over(state: Any, transformation: optax.GradientTransformation, params:
     return merged(state, shared(state), after)
 
 
-def reductions(tree: Any) -> list[ReduceGradientsState]:
-    """Return the states of ``reduce_gradients`` in ``tree``, in its order."""
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_own) if _is_own(leaf)]
-
-
 def shared(tree: Any) -> Any:
     """Return a tree without what is each rank's own."""
-    return jax.tree.map(lambda leaf: None if _is_own(leaf) else leaf, tree, is_leaf=_is_own)
+    return jax.tree.map(lambda leaf: None if is_state(leaf) else leaf, tree, is_leaf=is_state)
 
 
 def merged(tree: Any, common: Any, own: Sequence[ReduceGradientsState]) -> Any:
     """Return a tree like ``tree`` with the leaves of ``common``, and ``own`` states."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_own)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_state)
     others, states = iter(jax.tree.leaves(common)), iter(own)
-    filled = [next(states) if _is_own(leaf) else next(others) for leaf in leaves]
+    filled = [next(states) if is_state(leaf) else next(others) for leaf in leaves]
     return jax.tree.unflatten(structure, filled)
-
-
-def _is_own(value: Any) -> bool:
-    return isinstance(value, ReduceGradientsState)
 
 
 def _remembered(states: Sequence[ReduceGradientsState]) -> dict[str, list[str]]:
     """Return by path what compressors have made, in all ``states``."""
     found: dict[str, list[str]] = {}
     for state in states:
-        there = iter(np.asarray(state.present))
-        for path in sorted(state.held):
-            made = [key for key in sorted(state.held[path]) if next(there)]
-            found.setdefault(path, []).extend(made)
+        for path, arrays in made_by_path(state.held, np.asarray(state.present)).items():
+            found.setdefault(path, []).extend(arrays)
     return found
 
 
@@ -97,3 +101,81 @@ def _warn_of_forgotten(
             path,
             f"; and so on of {more} more" if more else "",
         )
+
+
+@contextmanager
+def carrying_over(states: Sequence[ReduceGradientsState]) -> Iterator[None]:
+    """Let ``init`` go on, inside, from ``states`` of the same gradients.
+
+    They are those of other specs, or among other ranks.
+    """
+    token = _carried.set(CarriedOver(states) if states else None)
+    try:
+        yield
+    finally:
+        _carried.reset(token)
+
+
+def to_carry_over() -> CarriedOver | None:
+    """Return the states from which ``init`` goes on; None where it begins anew."""
+    return _carried.get()
+
+
+class CarriedOver:
+    """States of reductions by other specs, or among other ranks, from which new ones go on."""
+
+    def __init__(self, states: Sequence[ReduceGradientsState]) -> None:
+        self._states = list(states)
+
+    def over_to(
+        self, held: dict[str, dict[str, Array]], slots: Sequence[Slot], settings: Settings
+    ) -> tuple[int, set[tuple[str, str]], list[int] | None]:
+        """Fill ``held`` from the state of such gradients that is left.
+
+        A residual gets room where it has none: of shards that are no more, in however few bits new
+        ones are kept, on a rank that is left alone and gives it back, and on one that is not in the
+        process set now. Returns that state's step, the paths and keys that are filled, and whose
+        they are.
+        """
+        filled: set[tuple[str, str]] = set()
+        place = self._place(slots, settings)
+        if place is None:
+            return 0, filled, None
+        old = self._states.pop(place)
+        owner = np.asarray(old.owner).tolist()
+        before = max(owner[1], 1)
+        ranks = settings.process_set
+        among = ranks.size() if ranks.included() else before
+        present = np.asarray(old.present)
+        divided = made_by_path(old.held, present == DIVIDED)
+        for path, arrays in made_by_path(old.held, present).items():
+            compressor = settings.router(path)
+            units = compressor.traits().gradient_units
+            state = jax.tree.map(np.array, nested(arrays))
+            divides = settings.averages and compressor.traits().predivide
+            if divides != bool(divided[path]):  # of another spec
+                prescale(state, compressor, 1 / before if divides else before)
+            resize(state, compressor, before, among, settings.averages, False, settings.predivide)
+            for key, given in flattened(state).items():
+                room = held.get(path, {}).get(key)
+                if room is None and key == RESIDUAL and key in units:
+                    room = held.setdefault(path, {})[key] = np.zeros_like(given)
+                if room is not None and (room.shape, room.dtype) == (given.shape, given.dtype):
+                    room[...] = given
+                    filled.add((path, key))
+        return int(old.step), filled, owner
+
+    def _place(self, slots: Sequence[Slot], settings: Settings) -> int | None:
+        """Return the place of the state that goes on for these gradients; None if there is none.
+
+        Of several it is that of which most goes on, and of those the first. A state in which
+        nothing is held fits everywhere; trees list states in another order than ``init`` is called.
+        """
+        paths = {slot.name for slot in slots}
+        fitting = [i for i, state in enumerate(self._states) if state.held.keys() <= paths]
+
+        def goes_on(place: int) -> int:
+            held = self._states[place].held
+            return sum(bool(settings.router(path).traits().gradient_units) for path in held)
+
+        return max(fitting, key=goes_on, default=None)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ringlet.jax.carried_states import merged, reductions, shared
+from ringlet.jax.carried_states import carrying_over, merged, shared
 from ringlet.jax.functions import broadcast_pytree
-from ringlet.jax.gradient_transformation import carrying_over, residual_norm
 from ringlet.jax.ops.any_dtype import carried, is_key
+from ringlet.jax.reduction_state import reductions, residual_norm
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.elastic import HostsUpdatedInterrupt, ObjectState, State, run
 from ringlet.job.objects import broadcast_object

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from itertools import count
 from math import prod
@@ -19,11 +17,19 @@ import optax
 
 from ringlet.compressors import Compressor
 from ringlet.compressors.base.nesting import overrides
-from ringlet.compressors.states import prescale, resize
+from ringlet.compressors.states import prescale
+from ringlet.jax.carried_states import to_carry_over
 from ringlet.jax.held_state import Held, flattened, merge_layouts, nested, store
 from ringlet.jax.ops.operands import dtype_of
 from ringlet.jax.ops.ordered_calls import Output, call
 from ringlet.jax.ops.watched_arrays import FLAG, compare_where, raise_flag
+from ringlet.jax.reduction_state import (
+    DIVIDED,
+    ReduceGradientsState,
+    is_state,
+    made_by_path,
+    warn_of_owner,
+)
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.json_exchange import gather
 from ringlet.job.process_sets import ProcessSet, global_process_set
@@ -46,31 +52,14 @@ log = logging.getLogger("ringlet")
 
 Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # dtype and shape, by path and key
 
-_KIND, _RESIDUAL = "reduce_gradients", "residual"
-_DIVIDED = 2  # in ``present``
+_KIND = "reduce_gradients"
 _LATEST = 24  # schedules are tried at the steps 0, 1, 2, 4, ..., 2 ** _LATEST
-_carried: ContextVar[_CarriedOver | None] = ContextVar("carried over", default=None)
 _BROADCAST = "call params = hvd.broadcast_pytree(params) on all ranks before training"
 _ALIKE = (
     "give every rank the same gradients and the same compression; make the state by init on every "
     "rank, or restore the state of the same step on every rank; where one rank keeps an earlier "
     "state, such as after a loss that is not finite, let all ranks do so"
 )
-
-
-class ReduceGradientsState(NamedTuple):
-    """What ``reduce_gradients`` knows between steps: a pytree of this rank's own.
-
-    ``step`` (int32) counts reductions. ``held`` has what compressors remember, arrays by the
-    gradient's path and a key, such as ``held["dense/kernel"]["residual"]``; ``present`` (uint8)
-    says of each whether its compressor has made it yet: 1, or 2 where it compresses gradients
-    divided by the number of ranks. ``owner`` (int32) is whose they are: a rank, and of how many.
-    """
-
-    step: Any
-    present: Any
-    held: Held
-    owner: Any
 
 
 @public
@@ -123,66 +112,6 @@ def reduce_gradients(
     return optax.GradientTransformation(made.init, made.update)
 
 
-class _CarriedOver:
-    """States of reductions by other specs, or among other ranks, from which new ones go on."""
-
-    def __init__(self, states: Sequence[ReduceGradientsState]) -> None:
-        self._states = list(states)
-
-    def over_to(
-        self, held: dict[str, dict[str, Array]], slots: Sequence[Slot], settings: Settings
-    ) -> tuple[int, set[tuple[str, str]], list[int] | None]:
-        """Fill ``held`` from the state of such gradients that is left.
-
-        A residual gets room where it has none: of shards that are no more, in however few bits new
-        ones are kept, on a rank that is left alone and gives it back, and on one that is not in the
-        process set now. Returns that state's step, the paths and keys that are filled, and whose
-        they are.
-        """
-        filled: set[tuple[str, str]] = set()
-        place = self._place(slots, settings)
-        if place is None:
-            return 0, filled, None
-        old = self._states.pop(place)
-        owner = np.asarray(old.owner).tolist()
-        before = max(owner[1], 1)
-        ranks = settings.process_set
-        among = ranks.size() if ranks.included() else before
-        present = np.asarray(old.present)
-        divided = _of_paths(old.held, present == _DIVIDED)
-        for path, arrays in _of_paths(old.held, present).items():
-            compressor = settings.router(path)
-            units = compressor.traits().gradient_units
-            state = jax.tree.map(np.array, nested(arrays))
-            divides = settings.averages and compressor.traits().predivide
-            if divides != bool(divided[path]):  # of another spec
-                prescale(state, compressor, 1 / before if divides else before)
-            resize(state, compressor, before, among, settings.averages, False, settings.predivide)
-            for key, given in flattened(state).items():
-                room = held.get(path, {}).get(key)
-                if room is None and key == _RESIDUAL and key in units:
-                    room = held.setdefault(path, {})[key] = np.zeros_like(given)
-                if room is not None and (room.shape, room.dtype) == (given.shape, given.dtype):
-                    room[...] = given
-                    filled.add((path, key))
-        return int(old.step), filled, owner
-
-    def _place(self, slots: Sequence[Slot], settings: Settings) -> int | None:
-        """Return the place of the state that goes on for these gradients; None if there is none.
-
-        Of several it is that of which most goes on, and of those the first. A state in which
-        nothing is held fits everywhere; trees list states in another order than ``init`` is called.
-        """
-        paths = {slot.name for slot in slots}
-        fitting = [i for i, state in enumerate(self._states) if state.held.keys() <= paths]
-
-        def goes_on(place: int) -> int:
-            held = self._states[place].held
-            return sum(bool(settings.router(path).traits().gradient_units) for path in held)
-
-        return max(fitting, key=goes_on, default=None)
-
-
 class _Lent(NamedTuple):
     """What compressors remember, in memory of XLA's, for the time of one call.
 
@@ -220,7 +149,7 @@ class _Reductions:
             path: {key: np.zeros(shape, numpy_dtype(dtype)) for key, (dtype, shape) in each.items()}
             for path, each in layouts.items()
         }
-        step, carried, filled, whose = 0, _carried.get(), set[tuple[str, str]](), None
+        step, carried, filled, whose = 0, to_carry_over(), set[tuple[str, str]](), None
         if carried is not None:
             step, filled, whose = carried.over_to(held, slots, self._settings)
         keys = [(path, key) for path in sorted(held) for key in sorted(held[path])]
@@ -238,7 +167,7 @@ class _Reductions:
 
         ``params``, if given, are compared with other ranks' after the first step, and now and then.
         """
-        if not _is_ours(state):
+        if not is_state(state):
             raise TypeError(
                 "the state of reduce_gradients comes from its init(params), not "
                 f"{type(state).__name__}: state = transformation.init(params)"
@@ -270,7 +199,7 @@ class _Reductions:
             given = arrays[first + 2].tolist()
             owner[...] = self._own(given)
             if present.any() and owner.tolist() != given:
-                _warn_of_owner(given, owner.tolist())
+                warn_of_owner(given, owner.tolist())
             for source, target in zip(arrays[first + 3 :], kept, strict=True):
                 if source.ctypes.data != target.ctypes.data:
                     target[...] = source
@@ -305,7 +234,7 @@ class _Reductions:
 
     def _mark(self, path: str) -> int:
         """Return what ``present`` says of what is there of a gradient's compressor."""
-        return _DIVIDED if self._divides(path) else 1
+        return DIVIDED if self._divides(path) else 1
 
     def _bind(self) -> None:
         """Forget what was among the ranks of another runtime: newcomers know nothing of it."""
@@ -393,7 +322,7 @@ class _Reductions:
                     step = self.agree(slots, "update", step)
                     made = _OfOneList(self, self._settings, not self._reducers)
                     reducer = self._reducers[slots] = made
-                    self._warn_of_forgotten(_of_paths(lent.places, lent.present))
+                    self._warn_of_forgotten(made_by_path(lent.places, lent.present))
                 self._recall(reducer, slots, step, lent)
                 reducer.go_to(step)
                 reducer.reduce(slots, arrays, (), outputs, lambda: raise_flag(flag))
@@ -411,8 +340,8 @@ class _Reductions:
     ) -> None:
         """Let compressors go on, at ``step``, from what is ``lent``."""
         chosen, states = self._settings.router, reducer.memory.states
-        divided = _of_paths(lent.places, lent.present == _DIVIDED)
-        for path, known in _of_paths(lent.places, lent.present).items():
+        divided = made_by_path(lent.places, lent.present == DIVIDED)
+        for path, known in made_by_path(lent.places, lent.present).items():
             if _forgets(chosen(path)):  # or a later spec would add what is long out of date
                 continue
             state = states.setdefault(path, {})
@@ -533,26 +462,6 @@ def _some_values(slot: Slot) -> Array:
     return values.astype(numpy_dtype(slot.dtype))
 
 
-def _warn_of_owner(given: Sequence[int], own: Sequence[int]) -> None:
-    if given[0] == own[0]:  # among other ranks: most likely this rank's, of an earlier job
-        log.warning(
-            "the state of reduce_gradients is that of rank %d of %d, and rank %d of %d goes on "
-            "with it: what ranks held back that are no more is lost. To begin without it, call "
-            "init(params) anew on every rank",
-            *given,
-            *own,
-        )
-        return
-    log.warning(
-        "the state of reduce_gradients is that of rank %d of %d, and rank %d of %d goes on with "
-        "it: what this rank held back is lost, and what the other did may count twice. Every rank "
-        "saves and restores its own, and nobody broadcasts it; among other ranks call init(params) "
-        "anew",
-        *given,
-        *own,
-    )
-
-
 def _slots(tree: Any) -> tuple[Slot, ...]:
     paths, leaves = paths_and_leaves(tree)
     slots = []
@@ -578,54 +487,3 @@ def _as_jax_takes_it(leaf: Any) -> Any:
         if array.dtype != jax.dtypes.float0:
             return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
     return leaf
-
-
-def _of_paths(held: Mapping[str, Mapping[str, Any]], present: Array) -> dict[str, dict[str, Any]]:
-    """Return by path the arrays that compressors have made."""
-    there = iter(present)
-    return {
-        path: {key: arrays[key] for key in sorted(arrays) if next(there)}
-        for path, arrays in sorted(held.items())
-    }
-
-
-@contextmanager
-def carrying_over(states: Sequence[ReduceGradientsState]) -> Iterator[None]:
-    """Let ``init`` go on, inside, from ``states`` of the same gradients.
-
-    They are those of other specs, or among other ranks.
-    """
-    token = _carried.set(_CarriedOver(states) if states else None)
-    try:
-        yield
-    finally:
-        _carried.reset(token)
-
-
-@public
-def residual_norm(state: Any) -> Any:
-    """Return the Euclidean norm (float32) of what this rank holds back, inside ``jax.jit`` too.
-
-    ``state`` is any pytree that holds ``ReduceGradientsState``, such as that of ``optax.chain``.
-    That are residuals, but not those that are kept in fewer bits than float32, and what momentum
-    correction keeps of what it has not sent.
-    """
-    found = jax.tree_util.tree_leaves(state, is_leaf=_is_ours)
-    residuals = [
-        array
-        for one in found
-        if _is_ours(one)
-        for arrays in one.held.values()
-        for key, array in arrays.items()
-        if key.rpartition("/")[2] == ("v" if _is_of_momentum(arrays) else _RESIDUAL)
-    ]
-    return jnp.sqrt(sum((jnp.vdot(array, array) for array in residuals), jnp.zeros(())))
-
-
-def _is_of_momentum(arrays: Mapping[str, Any]) -> bool:
-    """Whether momentum correction has made a tensor's arrays; matrices so called are factors."""
-    return all(key in arrays and arrays[key].ndim == 1 for key in ("u", "v"))
-
-
-def _is_ours(value: Any) -> bool:
-    return isinstance(value, ReduceGradientsState)

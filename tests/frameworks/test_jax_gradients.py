@@ -20,8 +20,9 @@ from ringlet.compressors import Compressor, Payload, Traits, resolve
 from ringlet.compressors.modifiers.residuals import wide
 from ringlet.compressors.testing.tools.simulate import simulate
 from ringlet.jax import elastic
-from ringlet.jax.gradient_transformation import _of_paths, carrying_over
+from ringlet.jax.carried_states import carrying_over
 from ringlet.jax.held_state import flattened, merge_layouts, nested, store
+from ringlet.jax.reduction_state import made_by_path
 from ringlet.jax.tree_paths import paths_and_leaves
 from ringlet.job.session import current
 from ringlet.ring.rendezvous import epochs
@@ -709,7 +710,7 @@ def case_residuals_go_on_with_another_spec():
                 _, taken = update(given, taken, params)
             assert int(taken[0].step) == 3
             if size == 2:  # of three and more, what shards lack is in it too
-                made = _of_paths(taken[0].held, np.asarray(taken[0].present))["w"]
+                made = made_by_path(taken[0].held, np.asarray(taken[0].present))["w"]
                 kept = wide(nested(jax.tree.map(np.array, made)))
                 back = hvd.carry_over(taken, one, params)[0].held["w"]["residual"]
                 np.testing.assert_allclose(back, kept * share, rtol=1e-6)

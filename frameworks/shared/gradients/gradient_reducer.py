@@ -20,16 +20,21 @@ from ringlet.job import json_exchange
 from ringlet.job.process_sets import ProcessSet
 from ringlet.job.session import Runtime, current, is_initialized
 from ringlet.ring.communicator import ReduceOp
-from ringlet.ring.dtypes import FLOATS, Array
+from ringlet.ring.dtypes import Array
 from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.epochs import is_elastic
-from ringlet.shared.arrays import all_finite, allocate
 from ringlet.shared.drift import Drift, sums_of_bits, warn_of_variables
 from ringlet.shared.gradients.accumulation import Accumulator
 from ringlet.shared.gradients.gradient_list import GradientList
 from ringlet.shared.gradients.gradient_settings import CommonValue, Settings, Slot
+from ringlet.shared.gradients.local_steps import (
+    as_they_are,
+    finite,
+    move_rows,
+    overflowed,
+    pay_back,
+)
 from ringlet.shared.gradients.pending_passes import Pending, other_number, warn_of_forgotten
-from ringlet.shared.gradients.sparse_rows import check_places, densified
 from ringlet.shared.list_changes import ListChanges
 from ringlet.shared.memory import Memory
 from ringlet.shared.model_agreement import (
@@ -155,11 +160,13 @@ class GradientReducer:
             self.calls += 1
             process_set, runtime = self.settings.process_set, current()
             if not process_set.included():
-                return self._alone(slots, arrays, outputs)
+                return as_they_are(slots, arrays, self.settings, outputs)
             if process_set.size() == 1:
                 if is_elastic():  # where there were more
                     self._bind(runtime)
-                return self._paid_back(slots, self._alone(slots, arrays, outputs))
+                results = as_they_are(slots, arrays, self.settings, outputs)
+                pay_back(slots, results, self.settings, self.memory)
+                return results
             fresh = not self._is_bound(runtime)
             self._bind(runtime)
             try:
@@ -323,7 +330,7 @@ class GradientReducer:
         if not self._agreed:  # first: by settings ranks may take different ways from here on
             self._agree()
         if self.settings.guard and not self._all_finite(arrays):
-            return self._overflowed(slots, arrays)
+            return overflowed(slots, arrays, self.settings)
         self._common = common
         key, done = (tuple(slots), common), None
         if self._counts:
@@ -353,7 +360,8 @@ class GradientReducer:
         if known is None or not changes.enter(known.group):
             names, compared = self._compared(slots, unused), True
             known = known or self._declare(slots, names, runtime)
-        self._move(known.large)  # in every step: one of another list may have failed
+        # In every step: one of another list may have failed.
+        move_rows(known.large, self.settings, self.memory)
         self.memory.began()
         try:
             results = known.run(arrays, outputs)
@@ -510,66 +518,9 @@ class GradientReducer:
         warn_of_strangers([name for name in states if name in self._loaded - sizes.keys()])
         self._loaded = set()
 
-    def _alone(
-        self,
-        slots: Sequence[Slot],
-        arrays: Sequence[Array],
-        outputs: Sequence[Array] | None = None,
-    ) -> list[Array]:
-        if outputs is not None:
-            for out, array in zip(outputs, arrays, strict=True):
-                out[...] = array
-            return list(outputs)
-        results, given = [], iter(arrays)
-        for slot in slots:
-            parts = [next(given) for _ in range(slot.inputs)]
-            if slot.sparse and self.settings.dense(slot):
-                (out,) = allocate([slot.dtype], [slot.shape])
-                densified(parts[0], parts[1], out)
-                parts = [out]
-            else:
-                parts = [part.copy() for part in parts]  # what is given belongs to the framework
-            results += parts
-        return results
-
-    def _move(self, slots: Sequence[Slot]) -> None:
-        """Let what is held back of tables be by row where their gradients now travel as rows."""
-        for slot in slots:
-            by_row = not self.settings.dense(slot)
-            self.memory.move(slot.name, slot.shape, by_row, self.settings.process_set.size())
-
-    def _paid_back(self, slots: Sequence[Slot], results: list[Array]) -> list[Array]:
-        """Add what ranks held back of gradients to those of the one that is left: nothing travels.
-
-        In place; of a large table when a row is used. A step that is skipped for an overflow takes
-        nothing along.
-        """
-        if not self.memory.states or (self.settings.guard and not _finite(results)):
-            return results
-        self._move(slots)
-        given, whole, by_row = iter(results), [], []
-        for slot in slots:
-            if self.settings.dense(slot):
-                whole.append((slot.name, next(given)))
-                continue
-            values, indices = next(given), next(given)
-            if self.memory.holds_rows(slot.name, slot.shape):
-                check_places(indices, slot.shape[0], slot.name)  # before anything is taken
-                by_row.append((slot.name, values, indices))
-        for name, values, indices in by_row:
-            places, first = np.unique(indices, return_index=True)  # a row may come several times
-            rows = self.memory.take_rows(name, places)
-            values[first] = (rows + values[first]).astype(values.dtype)
-        held = self.memory.take_residuals({name for name, _ in whole})
-        for name, out in whole:
-            if name in held:
-                owed = held[name].reshape(out.shape) * np.float32(self.settings.predivide)
-                out[...] = (owed + out).astype(out.dtype)
-        return results
-
     def _all_finite(self, arrays: Sequence[Array]) -> bool:
         """Whether no rank's arrays have an overflow. Collective."""
-        flag = np.array([_finite(arrays)], np.uint8)
+        flag = np.array([finite(arrays)], np.uint8)
         number = self.settings.process_set.number()
         request = Request(
             f"{self._label}.finite", "allreduce", "uint8", (1,), ReduceOp.MIN, process_set=number
@@ -577,18 +528,6 @@ class GradientReducer:
         assert self._runtime is not None
         self._runtime.engine.submit(request, flag, at_once=True).wait()
         return bool(flag[0])
-
-    def _overflowed(self, slots: Sequence[Slot], arrays: Sequence[Array]) -> list[Array]:
-        """Return gradients that tell every rank's loss scaler to skip this step."""
-        results = self._alone(slots, arrays)
-        return [
-            np.full_like(array, np.nan) if array.dtype.name in FLOATS else array
-            for array in results
-        ]
-
-
-def _finite(arrays: Sequence[Array]) -> bool:
-    return all(all_finite(array) for array in arrays if array.dtype.name in FLOATS)
 
 
 def _is_state(value: Any) -> bool:
@@ -616,4 +555,4 @@ class LocalReducer(GradientReducer):
         common: CommonValue | None = None,
     ) -> list[Array]:
         """Return the gradients as they are."""
-        return self._alone(slots, arrays, outputs)
+        return as_they_are(slots, arrays, self.settings, outputs)
