@@ -334,9 +334,12 @@ def check_many_add_up(compressor: Compressor) -> None:
     for n in (_SMALL, LARGE):
         x = np.resize(np.sign(gaussian(_SMALL, 1)) * np.float32(_ROUNDED_OFF), n)
         out = simulate(compressor, [x])[0]
-        along, length, own = float(out @ x), float(out @ out), float(x @ x)
-        if not along > _SAME * (length * own) ** 0.5 or same(out, x):
-            return  # something else than x, which need not be as long, or values as they are
+        if same(out, x):
+            return  # values as they are
+        given, came = x.astype(np.float64), out.astype(np.float64)  # or digits go by the threads
+        along, length, own = float(came @ given), float(came @ came), float(given @ given)
+        if not along > _SAME * (length * own) ** 0.5:
+            return  # something else than x, which need not be as long
         times.append(along / own)
     assert _AS_MUCH <= times[1] / times[0] <= 1 / _AS_MUCH, (
         f"{LARGE} values of one magnitude come out {times[1] / times[0]:.3g} times as long as "
