@@ -106,12 +106,12 @@ def reduce_bucket(
     watched = state.watch()
     try:
         _hand_in(state, bucket, future, watched)
-    except Exception as error:  # raised from here, it would leave DDP unusable: see ``watch``
-        state.failed(error)
+    except Exception as error:  # raised from here, it would leave DDP unusable: see HookedBackward
+        state.backward.failed(error)
         future.set_result(buffer)
     if not watched:  # of a rank that has no more data, for which DDP calls the hook by itself
         future.wait()
-        state.end()
+        state.backward.end()
     return future
 
 
@@ -195,7 +195,7 @@ class _Delivery:
                 self._state.reduced += 1
                 self._future.set_result(self._buffer)
         except Exception as error:
-            self._state.failed(error)
+            self._state.backward.failed(error)
             self._future.set_result(self._buffer)
 
 

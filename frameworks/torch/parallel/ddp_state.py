@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +25,11 @@ from ringlet.ring.errors import Mismatch
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.compression import as_router
 from ringlet.shared.residual_store import put, warn_of_common, warn_of_misfits
-from ringlet.torch.elastic.epoch_group import AGAIN, behind_backward
-from ringlet.torch.elastic.hook_memory import NO_BACKWARD, HookMemory, kept_for, reopen
-from ringlet.torch.ops.entry_points import untraced
+from ringlet.torch.elastic.epoch_group import AGAIN
+from ringlet.torch.elastic.hook_memory import HookMemory, kept_for
 from ringlet.torch.parallel.ddp_names import BucketPlaces, checksum, is_place, names_in_ddp
 from ringlet.torch.parallel.group_runtimes import refuse_other_ranks
+from ringlet.torch.parallel.hooked_backward import HookedBackward
 from ringlet.torch.parallel.memory_order import MemoryOrders
 from ringlet.torch.parameters import checkpoint
 from ringlet.torch.parameters.naming import routed, warn_of_unmatched, wrapped_in
@@ -44,34 +44,6 @@ _ADVICE = (
 _ORDERS = "orders"  # in a checkpoint
 
 _NAMES = "pass named_parameters=model.named_parameters() on all ranks, or on none"
-
-
-class _Untouched(NamedTuple):
-    """A gradient to which DDP is to write ``mean``, and how it was before."""
-
-    p: torch.Tensor
-    mean: torch.Tensor
-    grad: torch.Tensor | None
-    version: int
-
-    def deliver(self) -> None:
-        """Let the gradient be the mean where DDP has not written it.
-
-        So it does with parameters that no rank has used: what earlier steps held back, and this one
-        has sent, would be lost. What was in the gradient has been sent, and is in the mean.
-        """
-        p, grad = self.p, self.p.grad
-        if grad is not self.grad or (grad is not None and grad._version != self.version):
-            return
-        if not p.requires_grad or (grad is None and not bool(self.mean.any())):
-            return  # what is frozen stays as it is, and a gradient of zeros is none
-        mean = torch.view_as_complex(self.mean) if p.is_complex() else self.mean
-        if torch.empty_like(p).stride() == p.stride():  # as DDP lays it out, such as channels_last
-            mean = mean.as_strided(p.shape, p.stride())
-        if grad is None:
-            p.grad = torch.empty_like(p).copy_(mean)
-        else:
-            grad.copy_(mean)
 
 
 class DdpState:
@@ -123,16 +95,13 @@ class DdpState:
             finalizer = weakref.finalize(self, _forget, states, self._label, self._taken)
             finalizer.atexit = False
         self._orders = MemoryOrders()
-        self._memories: dict[HookMemory, None] = {}  # in an elastic job: what outlives this
         self._looked = False  # whether the model's process group is known to be the hook's
         self._alike = False  # whether ranks know what they have loaded
         self._filled = False  # whether a state was loaded before that
         self._furthest = 0  # the step from which tensors without memory count, where ranks differed
         self.reduced = 0  # buckets, which ranks count alike
         self._loaded = ""  # after how many of them a state was loaded last, and which
-        self._untouched: list[_Untouched] = []
-        self._failure: Exception | None = None
-        self._watched = NO_BACKWARD  # the backward pass whose end is waited for
+        self.backward = HookedBackward()
 
     @property
     def engine(self) -> Engine:
@@ -213,9 +182,7 @@ class DdpState:
 
     def _adopt(self, memory: HookMemory, own: str, declared: Compressor, request: Request) -> None:
         """Go on with what an earlier hook has remembered, or with what was loaded into this one."""
-        if memory not in self._memories:
-            self._memories[memory] = None
-            memory.began(self._watched)
+        self.backward.enlist(memory)
         with self.engine.at_work():
             state, given = memory.adopt(own, declared), self.engine.states.get(request.key)
             if given:
@@ -299,13 +266,13 @@ class DdpState:
         warn_of_common(held, _ADVICE)
 
     def expect(self, p: torch.Tensor, mean: torch.Tensor) -> None:
-        """Note how the gradient of ``p`` is before DDP writes ``mean`` to it, if that matters."""
-        grad = p.grad
-        if not self._taken[self._names[id(p)]] or (
-            grad is not None and grad.data_ptr() == mean.data_ptr()
-        ):
-            return
-        self._untouched.append(_Untouched(p, mean, grad, 0 if grad is None else grad._version))
+        """Let the gradient of ``p`` be ``mean``, also where DDP does not write it, if that matters.
+
+        It does where compressors remember something: what earlier steps held back, and this one has
+        sent, would be lost.
+        """
+        if self._taken[self._names[id(p)]]:
+            self.backward.expect(p, mean)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's compressors remember, for ``torch.save``: one file a rank."""
@@ -353,46 +320,8 @@ class DdpState:
         return KeptState, (self.state_dict(),)
 
     def watch(self) -> bool:
-        """Let this backward pass end with what ``failed``; False where none is under way.
-
-        Of a future's error DDP makes a text without its class, and can not go on afterwards; nor
-        where a hook raises. So it gets its buckets, and the error is raised behind whatever DDP
-        does in the end. So is delivered what it has left out.
-        """
-        task = torch._C._current_graph_task_id()
-        if task == NO_BACKWARD:
-            self._watched = task
-            return False
-        if task != self._watched:
-            self._watched, self._untouched = task, []
-            behind_backward(self._end_backward)
-            for memory in self._memories:
-                memory.began(self._watched)
-        return True
-
-    def failed(self, error: Exception) -> None:
-        """Note what the backward pass at hand is to raise."""
-        self._failure = self._failure or error
-
-    @untraced
-    def end(self) -> None:
-        """Raise what was noted, if anything was; else deliver what DDP has not."""
-        failure, self._failure = self._failure, None
-        untouched, self._untouched = self._untouched, []
-        if failure is not None:
-            reopen(self._watched)
-            raise failure
-        for memory in self._memories:
-            memory.ended()
-        with torch.no_grad():
-            for each in untouched:
-                each.deliver()
-
-    @untraced
-    def _end_backward(self) -> None:
-        """End a backward pass in which all buckets have come."""
-        self.end()
-        self._drop_unclaimed()
+        """Let this backward pass end with what has failed; False where none is under way."""
+        return self.backward.watch(self._drop_unclaimed)
 
     def _search(self, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the names of the model that holds ``parameters``, where nobody has told any.
