@@ -33,6 +33,8 @@ _N, _SHAPES = 3600, (
 )  # fmt: skip
 _MANY, _THREE = 70_000, 3  # rows, or columns: more than 16 bits count
 _MUCH = 0.5  # the cosine of a flat tensor with which others are compared
+_LOUD, _FEW = 1000, 10  # times as large as the rest is one of so many rows, or columns, or more
+_LEAKS = 0.5  # of the energy of that one: what comes out of the rest by another one's scale
 
 
 def check_of_shapes(checks: Sequence[Named]) -> Callable[[Compressor], None]:
@@ -52,8 +54,9 @@ def check_of_shapes(checks: Sequence[Named]) -> Callable[[Compressor], None]:
 
         Look at what is done where ctx.shape has as many dimensions. A matrix may have no rows, or
         no columns, where x.reshape(ctx.shape[0], -1) fails: write x.reshape(ctx.shape[0],
-        x.size // max(1, ctx.shape[0])). An embedding has more rows than 16 bits count, and a flat
-        tensor may have as many columns.
+        x.size // max(1, ctx.shape[0])). Where a row or a column has a scale, undo in decompress
+        what compress has reshaped or transposed. An embedding has more rows than 16 bits count, and
+        a flat tensor may have as many columns.
         """
         if not _goes_by_shape(compressor):
             return
@@ -65,6 +68,7 @@ def check_of_shapes(checks: Sequence[Named]) -> Callable[[Compressor], None]:
                 raise
         _check_directions(compressor)
         _check_many_rows(compressor)
+        _check_scales(compressor)
         for what, shaping in (("matrices", _matrix), ("tensors of four dimensions", _of_four)):
             for check in looked_at:
                 try:
@@ -119,6 +123,39 @@ def _check_many_rows(compressor: Compressor) -> None:
             f"nothing to do with what went in (their cosine is {likeness:.3f}, of a flat one "
             f"{flat:.3f}): a number of {what} does not fit its 16 bits"
         )
+
+
+def _check_scales(compressor: Compressor) -> None:
+    """Raise AssertionError where a scale is applied to other rows or columns than its own."""
+    for shape in _SHAPES:
+        for axis in sorted({0, 1, len(shape) - 1}):
+            if shape[axis] < _FEW:
+                continue
+            place = shape[axis] // 3
+            loud = np.zeros(shape, bool)
+            loud[(slice(None),) * axis + (place,)] = True
+            most = _LEAKS * _energy(np.where(loud.reshape(-1), _loud(loud, 0), 0))
+            leaks = _leak(compressor, shape, loud)
+            # In flat tensors there is a scale for all, say: then the rest is as coarse as there.
+            assert leaks <= most or leaks <= 4 * _leak(compressor, (_N,), loud), (
+                f"of a tensor of shape {shape}, of whose axis {axis} number {place} is {_LOUD} "
+                "times as large as the others, these come out about as large as that one: a scale "
+                "is applied to other rows or columns than the ones that it was made of"
+            )
+
+
+def _leak(compressor: Compressor, shape: tuple[int, ...], loud: Array) -> float:
+    """Return the energy of what comes out of the elements that are not ``loud``, in the mean."""
+    outs = [simulate(compressor, [_loud(loud, s)], step=s, shape=shape)[0] for s in range(4)]
+    return float(np.mean([_energy(out[~loud.reshape(-1)]) for out in outs]))
+
+
+def _loud(loud: Array, step: int) -> Array:
+    return gaussian(_N, step) * np.where(loud.reshape(-1), np.float32(_LOUD), np.float32(1))
+
+
+def _energy(x: Array) -> float:
+    return float(np.square(x, dtype=np.float64).sum())
 
 
 def _likeness(compressor: Compressor, shape: tuple[int, ...], where: Array | None = None) -> float:

@@ -548,6 +548,7 @@ CAUGHT = {
         "FeedsBackTwice": "own_feedback_adds_up",
         "CutsItsMemoryShort": "own_feedback_adds_up",
         "TakesOutTooLittle": "own_feedback_adds_up",
+        "TakesOutHalf": "own_feedback_adds_up",
         "TakesOutTooMuch": "own_feedback_adds_up",
         "NeverFeedsBack": "own_feedback_adds_up",
         "NeverTakesOut": "own_feedback_adds_up",
@@ -683,6 +684,7 @@ CAUGHT = {
         "RowsAndColumnsIn16Bits": "every_shape_keeps_promises",
         "KernelPositionsLast": "every_shape_keeps_promises",
         "DoublesAtMost": "every_shape_keeps_promises",
+        "ScalesOfOtherColumns": "every_shape_keeps_promises",
     },
     "imported": {
         "SeedsItsModule": "leaves_the_program_alone",

@@ -95,6 +95,13 @@ class TakesOutTooLittle(FeedsBack):
         return p - np.float32(0.9) * sent
 
 
+class TakesOutHalf(FeedsBack):
+    """Takes half of what was sent out of what it keeps."""
+
+    def left(self, x, kept, p, sent):
+        return p - np.float32(0.5) * sent
+
+
 class TakesOutTooMuch(FeedsBack):
     """Takes more than what was sent out of what it keeps."""
 

@@ -1,5 +1,7 @@
 """Mistakes that only tensors of some shape show, or of some name: other layers take other ways."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from broken.right import Largest, ScalesOfRows, Whole
@@ -187,3 +189,15 @@ class DoublesAtMost(Whole):
         step = np.where(top > 0, top, np.inf) / np.float32(127)
         codes = np.clip(np.rint(x / step), -127, 127).astype("int8")
         return {"codes": codes, "step": top / np.float32(127)}
+
+
+class ScalesOfOtherColumns(ScalesOfRows):
+    """Sends codes of a matrix as they lie, with a scale per column, which is applied to rows."""
+
+    def compress(self, x, ctx):
+        if len(ctx.shape) != 2 or x.size != ctx.numel:
+            return super().compress(x, ctx)
+        turned = np.ascontiguousarray(x.reshape(ctx.shape).T).reshape(-1)
+        payload = super().compress(turned, replace(ctx, shape=ctx.shape[::-1]))
+        codes = payload["codes"].reshape(ctx.shape[::-1]).T
+        return payload | {"codes": np.ascontiguousarray(codes).reshape(-1)}
