@@ -348,6 +348,7 @@ CAUGHT = {
         "EightBitsOfNoise": "unbiased",
         "NeverTheLast": "unbiased",
         "FloorOfAShare": "unbiased",
+        "DividesByOneMore": "comes_out_as_long",
         "OneRunsNoise": "noise_is_drawn_anew",
         "OneLayersNoise": "noise_is_drawn_anew",
         "OneHostsNoise": "noise_is_drawn_anew",

@@ -11,6 +11,7 @@ import numpy as np
 from ringlet.compressors.base.contract import Compressor
 from ringlet.compressors.base.modifier import Modifier
 from ringlet.compressors.core.context import Array, State
+from ringlet.compressors.core.options import options_of
 from ringlet.compressors.testing.tools.equality import same
 from ringlet.compressors.testing.tools.inputs import LARGE, gaussian
 from ringlet.compressors.testing.tools.named_check import PURE, needs
@@ -35,6 +36,7 @@ _VALUES: tuple[tuple[str, Callable[[Array], Array]], ...] = (
 _DRAWS = range(10_000, 10_016)  # steps at which most schedules have come to their end
 _MUCH = 1.5  # times as long as what went in
 _ALIKE, _LITTLE = 0.95, 0.6  # the cosine of what differs by its length alone, and how long it is
+_ITSELF, _OFF_BY = 0.99, 0.06  # the same of what is hardly changed, and how much longer it may be
 _LIKE = 0.5  # the cosine of what has lost much, and still shows how long it should be
 _EXACT = 1e-3  # of the largest value of a memory: how far off the sum may be that explains it
 _ABOUT, _NEARLY = 0.01, 0.005  # how far off it is where a memory is rounded, and the shares are
@@ -294,14 +296,18 @@ def check_comes_out_as_long(compressor: Compressor) -> None:
         now = now.wrapped_compressor
     if declared or divergence or type(now).finish is not Compressor.finish:
         return  # which other checks hold it to, or it is no mean
+    # An option may ask for another length.
+    usual = all(getattr(now, n) == field.default for n, field in options_of(type(now)).items())
     for given in _TENSORS:
-        _check_as_long(compressor, gaussian(_N, 1), given, f"a tensor with {given}")
+        _check_as_long(compressor, gaussian(_N, 1), given, f"a tensor with {given}", usual)
     for what, made in _VALUES:
         _check_as_long(compressor, made(gaussian(_N, 1)), {}, what)
 
 
-def _check_as_long(compressor: Compressor, x: Array, given: dict[str, Any], what: str) -> None:
-    """Raise AssertionError where ``x`` comes out longer, or shorter."""
+def _check_as_long(
+    compressor: Compressor, x: Array, given: dict[str, Any], what: str, usual: bool = False
+) -> None:
+    """Raise AssertionError where ``x`` comes out longer, or shorter: by a little, if ``usual``."""
     outs = [simulate(compressor, [x], step=step, **given)[0] for step in _DRAWS]
     along = np.array([out.astype(float) @ x for out in outs]) / _length(x) ** 2
     lengths = np.maximum([_length(out) for out in outs], np.finfo("f4").tiny) / _length(x)
@@ -313,6 +319,10 @@ def _check_as_long(compressor: Compressor, x: Array, given: dict[str, Any], what
     )
     assert alike.min() < _ALIKE or times + luck >= _LITTLE, (
         f"what comes out of {what} is what went in, but for its length, which is {times:.3g} of it"
+    )
+    assert not usual or alike.min() < _ITSELF or abs(times - 1) <= _OFF_BY + luck, (
+        f"what comes out of {what} is what went in, but {times:.3g} times as long: decompress "
+        "multiplies by another number of levels, say, than compress divides by"
     )
     # A part of x, its signs or what is nearest to it would be farther from x if it were longer.
     best = float((lengths / np.maximum(alike, _LIKE)).max())
