@@ -550,6 +550,8 @@ CAUGHT = {
         "CutsItsMemoryShort": "own_feedback_adds_up",
         "TakesOutTooLittle": "own_feedback_adds_up",
         "TakesOutHalf": "own_feedback_adds_up",
+        "ForgetsLittle": "own_feedback_adds_up",
+        "LimitsWhatIsKept": "own_feedback_adds_up",
         "TakesOutTooMuch": "own_feedback_adds_up",
         "NeverFeedsBack": "own_feedback_adds_up",
         "NeverTakesOut": "own_feedback_adds_up",

@@ -87,11 +87,30 @@ def _check_own_feedback(compressor: Compressor, shape: tuple[int, ...]) -> None:
         "all of them: clear what was sent, and nothing else"
     )
     full = [n for n in units if np.shape(state[n]) == (_N,)]
+    _check_nothing_is_dropped(full, seen, state)
     _check_elsewhere(compressor, full, seen, shape)
     for name in units:
         memories = [kept.get(name, 0.0) for _, _, kept in seen[1:]]
         if all(np.shape(kept) == (_N,) for kept in (*memories, state.get(name, 0.0))):
             _check_adds_up(compressor, name, seen, state, shape)
+
+
+def _check_nothing_is_dropped(
+    units: list[str], seen: list[tuple[Array, Array, State]], state: State
+) -> None:
+    """Raise AssertionError where a memory has all that was not sent of most elements alone.
+
+    What has it of few is something else, such as an average, or one with a decay.
+    """
+    unsent = np.sum([x - out.astype(np.float64) for x, out, _ in seen], axis=0)
+    for name in units:
+        off = np.abs(unsent - state[name])
+        dropped = int((off > _NOTHING).sum())
+        assert (off <= _EXACT).mean() <= 0.5 or not dropped, (
+            f"after {_STEPS} steps ctx.state[{name!r}] holds what was not sent of most elements, "
+            f"and not of {dropped}: something is thrown away, such as what is small, or more than "
+            "some limit, or is added twice"
+        )
 
 
 def _check_elsewhere(

@@ -102,6 +102,22 @@ class TakesOutHalf(FeedsBack):
         return p - np.float32(0.5) * sent
 
 
+class ForgetsLittle(FeedsBack):
+    """Keeps nothing that is a hundred times smaller than the largest value."""
+
+    def left(self, x, kept, p, sent):
+        left = p - sent
+        return np.where(np.abs(left) < np.abs(x).max(initial=0) * np.float32(0.01), 0, left)
+
+
+class LimitsWhatIsKept(FeedsBack):
+    """Cuts what is kept to half of the largest value, so that it stays small."""
+
+    def left(self, x, kept, p, sent):
+        most = np.abs(x).max(initial=0) * np.float32(0.5)
+        return np.clip(p - sent, -most, most)
+
+
 class TakesOutTooMuch(FeedsBack):
     """Takes more than what was sent out of what it keeps."""
 
