@@ -6,10 +6,8 @@ ringlet run -np 4 python -m ringlet.as_horovod train.py --epochs 3
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
-from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,25 +16,13 @@ from ringlet.horovod.aliases import Aliases
 from ringlet.job import placed_call
 from ringlet.ring.functions import parcels
 
-_PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
-
-
-def _tell_place(env: MutableMapping[str, str]) -> None:
-    """Say what horovodrun says to ranks that talk gloo, and to those only."""
-    for name in _PLACE:
-        if env.get("RINGLET_TRANSPORT") == "gloo" and f"RINGLET_{name}" in env:
-            env[f"HOROVOD_{name}"] = env[f"RINGLET_{name}"]
-        elif "RINGLET_MEMBER" not in env:  # an elastic job's launcher has set what it promises
-            env.pop(f"HOROVOD_{name}", None)
-
 
 def install_as_horovod() -> None:
     """Let ``import horovod`` and its submodules mean Ringlet, in this process. Idempotent.
 
     It does so in children of multiprocessing as well, in the ranks of ``horovod.run`` and in the
     workers of Ray, Spark and Dask that this process calls functions in, and in no other program
-    that is started. HOROVOD_RANK and its likes are set, for programs that read them. Raises
-    ImportError when Horovod itself is imported already.
+    that is started. Raises ImportError when Horovod itself is imported already.
     """
     if not any(isinstance(finder, Aliases) for finder in sys.meta_path):
         if "horovod" in sys.modules:
@@ -45,7 +31,6 @@ def install_as_horovod() -> None:
         children.inherit()
         parcels.runner[:] = ["-m", "ringlet.as_horovod"]
         placed_call.beforehand[:] = [("ringlet.as_horovod", "install_as_horovod")]
-    _tell_place(os.environ)  # a worker of Ray's may be another rank by now
 
 
 def main(arguments: list[str]) -> None:

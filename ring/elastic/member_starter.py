@@ -21,6 +21,8 @@ from ringlet.ring.wire.keys import MEMBER
 from ringlet.ring.wire.listener import Listener
 
 LOCAL = "127.0.0.1"
+# Horovod's programs read these when they start, when not all ranks have been counted yet.
+_MAY_CHANGE = [f"HOROVOD_{name}" for name in ("SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
 
 
 class MemberStarter:
@@ -121,13 +123,12 @@ class MemberStarter:
         env |= start.cross_environment(member.host, number, peers)
         if index := member.host.partition("/")[2]:  # of nodes whose hosts have the same name
             env["RINGLET_NODE"] = index
-        for name in torchrun.NAMES:
+        for name in (*torchrun.NAMES, *_MAY_CHANGE):
             env.pop(name, None)  # they would not follow the ranks
-        # As Horovod's programs know them: what held when they were started.
+        # As Horovod's programs know them, with HOROVOD_RANK: what held when they were started.
         env |= {
             MEMBER: str(number),
             "HOROVOD_HOSTNAME": member.host,
-            "HOROVOD_RANK": str(number),
             "HOROVOD_ELASTIC": "1",
         }
         return {

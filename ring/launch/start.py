@@ -20,6 +20,7 @@ from ringlet.ring.hosts.hosts import Seat
 from ringlet.ring.processes import torchrun
 from ringlet.ring.rendezvous.environment import check_transport
 from ringlet.ring.rendezvous.epochs import EPOCH
+from ringlet.ring.rendezvous.place import place_variables
 from ringlet.ring.wire.keys import MEMBER
 from ringlet.ring.wire.launch_link import ADDRESS, SECRET
 from ringlet.ring.wire.listener import Listener
@@ -161,24 +162,20 @@ def rank_environment(
         {"PYTHONUNBUFFERED": "1"}
         | kept
         | torchrun.torch_environment(rank, size, seat, users)
-        | {
-            "RINGLET_TRANSPORT": transport,
-            "RINGLET_RANK": str(rank),
-            "RINGLET_SIZE": str(size),
-            "RINGLET_LOCAL_RANK": str(seat.local_rank),
-            "RINGLET_LOCAL_SIZE": str(seat.local_size),
-            "RINGLET_RENDEZVOUS": f"ringlet://{address}",
-        }
+        | place_variables(
+            RANK=rank, SIZE=size, LOCAL_RANK=seat.local_rank, LOCAL_SIZE=seat.local_size
+        )
+        | {"RINGLET_TRANSPORT": transport, "RINGLET_RENDEZVOUS": f"ringlet://{address}"}
     )
 
 
 def cross_environment(host: str, rank: int, peers: Sequence[int]) -> dict[str, str]:
     """Return what a rank finds of its host's name and place; ``peers`` have its local rank."""
-    return {
-        "RINGLET_HOSTNAME": host.partition("/")[0],
-        "RINGLET_CROSS_RANK": str(sum(peer < rank for peer in peers)),
-        "RINGLET_CROSS_SIZE": str(len(peers)),
-    }
+    return place_variables(
+        HOSTNAME=host.partition("/")[0],
+        CROSS_RANK=sum(peer < rank for peer in peers),
+        CROSS_SIZE=len(peers),
+    )
 
 
 def other_python(name: str, path: str | None) -> str | None:

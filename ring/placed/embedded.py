@@ -19,6 +19,7 @@ from ringlet.ring.placed.ticket import Ticket
 from ringlet.ring.process_owner import lent
 from ringlet.ring.processes.torchrun import PLACE, meeting_place, torch_environment
 from ringlet.ring.rendezvous.epochs import EPOCH
+from ringlet.ring.rendezvous.place import place_variables
 from ringlet.ring.wire.keys import MEMBER, STORE_KEY
 from ringlet.ring.wire.kv_client import SCHEME, Client, forget
 from ringlet.ring.wire.kv_store import Op
@@ -70,15 +71,19 @@ def _enter(ticket: Ticket, store: Client) -> None:
     os.environ.update(torch_environment(standing.rank, standing.size, seat, {}))
     os.environ.update(ticket.env)
     os.environ.update(
+        place_variables(
+            RANK=standing.rank,
+            SIZE=standing.size,
+            LOCAL_RANK=standing.local_rank,
+            LOCAL_SIZE=standing.local_size,
+            CROSS_RANK=standing.cross_rank,
+            CROSS_SIZE=standing.cross_size,
+            HOSTNAME=platform.node(),
+        )
+    )
+    os.environ.update(
         {
             "RINGLET_TRANSPORT": ticket.transport,
-            "RINGLET_RANK": str(standing.rank),
-            "RINGLET_SIZE": str(standing.size),
-            "RINGLET_LOCAL_RANK": str(standing.local_rank),
-            "RINGLET_LOCAL_SIZE": str(standing.local_size),
-            "RINGLET_CROSS_RANK": str(standing.cross_rank),
-            "RINGLET_CROSS_SIZE": str(standing.cross_size),
-            "RINGLET_HOSTNAME": platform.node(),
             "RINGLET_NODE": str(standing.node),
             "RINGLET_RENDEZVOUS": f"{SCHEME}{ticket.address}",
             STORE_KEY: ticket.key,

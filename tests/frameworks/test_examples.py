@@ -83,8 +83,9 @@ import horovod
 hvd.init(comm=[0, 1])
 assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0, 1]}
 assert HorovodBasics("package").rank() == hvd.mpi_ops.rank() == hvd.rank()
-assert os.environ.get("HOROVOD_RANK", str(hvd.rank())) == str(hvd.rank())
-assert ("HOROVOD_RANK" in os.environ) == hvd.gloo_enabled()
+for name in "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE":
+    assert os.environ["HOROVOD_" + name] == str(getattr(hvd, name.lower())()), name
+assert os.environ["HOROVOD_HOSTNAME"] == "localhost"
 done = []
 in_thread(done.append, (3,)).join()
 assert done == [3] and split_list([1, 2, 3], 2) == [[1, 2], [3]]
@@ -186,9 +187,10 @@ if __name__ == "__main__":
 RECEIVED = """
 import os, pathlib, sys
 from ringlet.job.placed_call import called
-os.environ.update(RINGLET_TRANSPORT="gloo", RINGLET_RANK="3")
+from ringlet.ring.rendezvous.place import place_variables
+os.environ.update(place_variables(RANK=3))
 print(called(pathlib.Path(sys.argv[1]).read_bytes()))
-os.environ["RINGLET_RANK"] = "1"  # of the next job that has this worker
+os.environ.update(place_variables(RANK=1))  # of the next job that has this worker
 print(called(pathlib.Path(sys.argv[1]).read_bytes()))
 """
 

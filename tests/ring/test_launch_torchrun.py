@@ -55,6 +55,8 @@ def test_both_kinds_of_variables_agree_and_ours_wins() -> None:
     env = rank_environment(base, 1, 4, "gloo", "127.0.0.1:9", Seat("a", 1, 2), {})
     names = {name: value for name, value in env.items() if name in NAMES}
     assert names == {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    for name in "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE":  # which Horovod's programs read
+        assert env[f"HOROVOD_{name}"] == env[f"RINGLET_{name}"]
     assert env["HOME"] == "/"
     assert "TORCHELASTIC_RUN_ID" not in env
     expected = Launched("ringlet", 1, 4, "gloo", 1, 2, "ringlet://127.0.0.1:9")

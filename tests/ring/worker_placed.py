@@ -25,7 +25,8 @@ def train():
     assert os.environ["RINGLET_LOCAL_RANK"] == str(hvd.local_rank())
     assert os.environ["RINGLET_CROSS_RANK"] == str(hvd.cross_rank())
     assert os.environ["RINGLET_CROSS_SIZE"] == str(hvd.cross_size())
-    assert os.environ["RINGLET_HOSTNAME"] == platform.node()
+    assert os.environ["RINGLET_HOSTNAME"] == os.environ["HOROVOD_HOSTNAME"] == platform.node()
+    assert os.environ["HOROVOD_RANK"] == str(hvd.rank())
     os.environ["LEFT_BEHIND"] = "1"
     return {
         "sum": float(total[0]),
