@@ -34,6 +34,7 @@ from ringlet.ring.log import level_from, show
 from ringlet.ring.rendezvous.connect import connect
 from ringlet.ring.rendezvous.epochs import is_elastic, note_lost, tell_met, told_specs
 from ringlet.ring.rendezvous.exit_hooks import tell_exit
+from ringlet.ring.rendezvous.unread_variables import passed_over
 from ringlet.ring.transports.gpu import GpuCommunicator
 from ringlet.ring.transports.local import LocalCommunicator, this_thread
 from ringlet.ring.variables import check, unknown
@@ -233,7 +234,7 @@ def init(
     without a launcher there is one rank. ``transport`` ("mpi", "gloo") overrides, or a ``comm``
     that exists. ``autotune`` and ``join_divisor`` stand for RINGLET_AUTOTUNE and
     RINGLET_JOIN_DIVISOR. RINGLET_LOG_LEVEL, or HOROVOD_LOG_LEVEL, sets the level of logger
-    "ringlet". ``holds`` is for the Runtime.
+    "ringlet". Rank 0 warns of Horovod's variables that nothing reads. ``holds`` is for the Runtime.
 
     Raises LaunchError when launcher and transport disagree on the size, or in a process that was
     started from one that had called this; TransportUnavailable when something is not installed;
@@ -268,6 +269,9 @@ def init(
             tell_met()
     if runtime.rank == 0 and (strangers := unknown(os.environ)):
         log.warning("%s: no variable of Ringlet's, and not read", ", ".join(strangers))
+    if runtime.rank == 0 and runtime.size > 1:
+        for said in passed_over(os.environ, runtime.transport):
+            log.warning("%s", said)
     if in_thread:
         _thread.runtime = runtime
     else:

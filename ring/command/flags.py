@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ringlet.ring.command.configuration_file import flags_of
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.log import LEVELS, check_level
+from ringlet.ring.rendezvous.unread_variables import INSTEAD
 from ringlet.ring.variables import read_whole
 
 
@@ -74,7 +75,7 @@ _SWITCHES = {
 
 _LOGGING = "configure Python's logging in the program; its format then counts"
 _TIMESTAMP = "pipe the output through `ts`"
-_BINDING = "start the program by numactl or taskset, after --"
+_BINDING = INSTEAD["HOROVOD_THREAD_AFFINITY"]
 # What horovodrun has besides and a job cannot do without, and what to do instead.
 ABSENT = {
     "--mpi-args": "set MPI's own variables, as in --env MPIR_CVAR_DEBUG_SUMMARY=1",
@@ -84,12 +85,12 @@ ABSENT = {
 }
 # What it has besides and no result depends on, and what to do instead: said, and passed over.
 PASSED_OVER = {
-    "--hierarchical-allgather": "gathers go straight; --hierarchical-allreduce is for sums",
-    "--torus-allreduce": "--hierarchical-allreduce sums over two levels too",
-    "--autotune-gaussian-process-noise": "a score is taken to be right to 5 %",
-    "--mpi-threads-disable": "an engine thread calls MPI, which has to allow that",
+    "--hierarchical-allgather": INSTEAD["HOROVOD_HIERARCHICAL_ALLGATHER"],
+    "--torus-allreduce": INSTEAD["HOROVOD_TORUS_ALLREDUCE"],
+    "--autotune-gaussian-process-noise": INSTEAD["HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"],
+    "--mpi-threads-disable": INSTEAD["HOROVOD_MPI_THREADS_DISABLE"],
     "--thread-affinity": _BINDING,
-    "--gloo-timeout-seconds": "--heartbeat-seconds says after which silence a rank is lost",
+    "--gloo-timeout-seconds": INSTEAD["HOROVOD_GLOO_TIMEOUT_SECONDS"],
     "--log-with-timestamp": _LOGGING,
     "--no-log-hide-timestamp": _LOGGING,
     "--prefix-output-with-timestamp": _TIMESTAMP,

@@ -119,10 +119,12 @@ def test_a_script_of_horovods_runs_unchanged(tmp_path, way):
     done = subprocess.run(
         [*RINGLET, *runner, str(script), "--epochs", "3"],
         capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"HOROVOD_THREAD_AFFINITY": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("['--epochs', '3'] 1.0 True 0.28.1") == 2
     assert done.stdout.count("told: allreduce of tensor 'shape'") == 2
+    assert done.stderr.count("HOROVOD_THREAD_AFFINITY is Horovod's, and does nothing here") == 1
 
 
 def test_what_has_no_counterpart_says_so():

@@ -11,6 +11,7 @@ from ringlet.job.settings import limits_from, wishes_from
 from ringlet.ring.errors import LaunchError
 from ringlet.ring.functions import run
 from ringlet.ring.rendezvous.environment import Launched
+from ringlet.ring.rendezvous.unread_variables import INSTEAD, passed_over
 from ringlet.ring.variables import TUNABLE, UNDERSTOOD, VARIABLES, check, unknown
 
 
@@ -126,3 +127,12 @@ def test_a_name_that_is_no_slip_is_a_warning(monkeypatch, caplog):
         init()
     shutdown()
     assert "RINGLET_API_TOKEN: no variable of Ringlet's, and not read" in caplog.text
+
+
+def test_a_variable_of_horovods_that_nothing_reads_is_told_with_what_to_do():
+    assert not UNDERSTOOD.keys() & INSTEAD.keys()
+    assert len(passed_over(dict.fromkeys(INSTEAD, "1"), "gloo")) == len(INSTEAD)
+    assert passed_over(dict.fromkeys(INSTEAD, "0"), "gloo") == []
+    env = {"HOROVOD_CONTROLLER": "GLOO", "HOROVOD_CPU_OPERATIONS": "MPI", "HOROVOD_CYCLE_TIME": "1"}
+    (said,) = passed_over(env, "gloo")
+    assert said.startswith("HOROVOD_CPU_OPERATIONS is Horovod's, and does nothing here: RINGLET_TR")
