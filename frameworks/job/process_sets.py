@@ -133,8 +133,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     ranks = made.find_ranks()
     if not ranks or len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < runtime.size:
+        now = f"; there are {runtime.size} ranks now, so make sets of these" if is_elastic() else ""
         raise InvalidArgument(
-            f"a process set has distinct ranks between 0 and {runtime.size - 1}, not {ranks}"
+            f"a process set has distinct ranks between 0 and {runtime.size - 1}, not {ranks}{now}"
         )
     same = find_process_set(ranks)
     if same is global_process_set and is_elastic():

@@ -3,7 +3,7 @@
 PLAN is a JSON object: how many ``batches``; ``until`` there are so many ranks; ``do``: by the rank
 that a process had at its start, the batch at which it kills itself; ``again``: whether the process
 set is added again for other ranks; ``resume``: "commit" or "step"; ``own``: whether each rank's
-state holds something of its own.
+state holds something of its own; ``pair``: the ranks of the process set.
 """
 
 import json
@@ -32,7 +32,7 @@ def refused(call):
 
 torch.set_num_threads(1)
 hvd.init()
-pair = hvd.ProcessSet([0, 1])
+pair = hvd.ProcessSet(plan["pair"])
 hvd.add_process_set(pair)
 torch.manual_seed(0)
 model = torch.nn.Linear(100, 60)
@@ -43,7 +43,7 @@ tell(
     ]
 )
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(),
+    torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model.named_parameters(),
     "topk(ratio=0.1) | ef", process_set=pair,
 )  # fmt: skip
 state = hvd.elastic.TorchState(model, optimizer, batch=0, own=None)
@@ -51,22 +51,29 @@ if plan["again"]:
     state.register_reset_callbacks([lambda: hvd.add_process_set(pair)])
 
 
+def trained():
+    """Return what training has made: a weight, and its momentum."""
+    momentum = optimizer.state.get(model.bias, {}).get("momentum_buffer")
+    return [model.weight.norm().item(), None if momentum is None else momentum.norm().item()]
+
+
 @hvd.elastic.run(resume=plan["resume"])
 def train(state):
     norm = optimizer.residual_norm()
-    tell(begins=state.batch, size=hvd.size(), residual=norm)
+    tell(begins=state.batch, size=hvd.size(), residual=norm, trained=trained())
     if plan["own"]:
         state.own = started
     draw = torch.Generator().manual_seed(hvd.rank())
     while state.batch < plan["batches"] or hvd.size() != plan["until"]:
         if plan["do"].get(str(started)) == state.batch:
             os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.zero_grad()
-        model(torch.randn(8, 100, generator=draw)).square().mean().backward()
-        optimizer.step()
+        if pair.included():
+            optimizer.zero_grad()
+            model(torch.randn(8, 100, generator=draw)).square().mean().backward()
+            optimizer.step()
         state.batch += 1
         if state.batch % 10 == 0:
-            tell(commits=state.batch, residual=optimizer.residual_norm())
+            tell(commits=state.batch, residual=optimizer.residual_norm(), trained=trained())
             state.commit()
 
 
@@ -75,6 +82,6 @@ total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum)
 own = None
 if pair.included():
     own = torch.equal(
-        hvd.broadcast(model.weight.detach(), 0, process_set=pair), model.weight.detach()
+        hvd.broadcast(model.weight.detach(), pair.ranks[0], process_set=pair), model.weight.detach()
     )
 tell(done=True, equal=own, total=total.item())

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ringlet.job.elastic import ObjectState
+from ringlet.job.process_sets import InvalidArgument
 from ringlet.job.topology import rank, size
 from ringlet.ring.rendezvous.epochs import is_elastic
 from ringlet.shared.memory import Undo, at_work
 from ringlet.shared.residual_store import mapped
 from ringlet.torch.elastic.hook_memory import HookMemory, memory_of, register
+from ringlet.torch.elastic.roots import Roots, reducers_of
 from ringlet.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ringlet.torch.optimizer.reducer import Reducer
 from ringlet.torch.parameters.checkpoint import STATE_KEY
@@ -37,6 +39,7 @@ class TorchState(ObjectState):
     ) -> None:
         self._hooks: dict[HookMemory, Undo] = {}  # as they were at the last commit
         self._keeps = False  # whether a step that fails is to be undone
+        self._roots = Roots()
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
     def save(self) -> None:
@@ -50,6 +53,8 @@ class TorchState(ObjectState):
         self._among = [holder.memory.among for holder in self.holders()]
         for holder in self.holders():
             holder.memory.reduced = 0
+        if is_elastic() and self._synchronised:  # a newcomer has nothing yet
+            self._roots.note_own(self._values())
 
     def restore(self) -> None:
         """Go back to what was saved last, by this process: under whichever rank it was then."""
@@ -107,9 +112,10 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         """Take over rank 0's state, and save it. Collective.
 
-        In an elastic job, what a rank has done alone since ranks agreed last (DiLoCo) stays.
+        In an elastic job, what a rank has done alone since ranks agreed last (DiLoCo) stays, and
+        what a process set trains is taken over from a rank that was in it (``Roots``).
         """
-        kept = []
+        kept, roots = [], {}
         if is_elastic():
             self._refuse_lost_sets()
         for reducer in self._reducers() if is_elastic() else []:
@@ -117,12 +123,18 @@ class TorchState(ObjectState):
         if self._synchronised and is_elastic():
             local = [value for name in self._names if hasattr(value := getattr(self, name), _ALONE)]
             kept = [(value, value.progress()) for value in local]
-        for name in self._names:
-            value = getattr(self, name)
+        values = self._values()
+        if is_elastic():
+            roots = self._roots.find(values, self._synchronised)
+        for name, value in values.items():
             if isinstance(value, torch.nn.Module):
-                broadcast_parameters(value.state_dict(), root_rank=0)
-            elif isinstance(value, torch.optim.Optimizer):
-                broadcast_optimizer_state(value, root_rank=0)
+                broadcast_parameters(value.state_dict(), root_rank=roots.get(name, 0))
+        for name, value in values.items():
+            if isinstance(value, torch.optim.Optimizer):
+                root = roots.get(name, 0)
+                if any(roots.values()):  # optimizers of one model may have been other ranks'
+                    broadcast_parameters(_parameters(value), root_rank=root)
+                broadcast_optimizer_state(value, root_rank=root)
         for value, progress in kept:
             value.resume(progress)
         for model in self._models():
@@ -140,18 +152,26 @@ class TorchState(ObjectState):
         if is_elastic():
             self._forget_gradients()
         super().sync()
+        if is_elastic():
+            self._roots.note_all(values)
 
     def forget_held(self) -> bool:
         """Forget what compressors remember, of optimizers and of hooks."""
         held = [holder.memory.forget() for holder in self.holders()]
         return any(held)
 
+    def _let_ranks_change(self) -> NoReturn:
+        self._roots.note_own(self._values())  # nobody goes back: steps since the commit count
+        super()._let_ranks_change()
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
     def _copied(self, content: Any, room: Any) -> Any:
         return _copied(content, room) if isinstance(content, dict) else copy.deepcopy(content)
 
     def _reducers(self) -> list[Reducer]:
-        found = [getattr(getattr(self, name), "_ringlet", None) for name in self._names]
-        return [reducer for reducer in found if isinstance(reducer, Reducer)]
+        return list(reducers_of(self._values()).values())
 
     def _memories(self) -> list[HookMemory]:
         """Return what DDP hooks remember of the models, if they are ever used."""
@@ -168,8 +188,15 @@ class TorchState(ObjectState):
         Before anything is sent: a rank that finds out later, or never, would wait for newcomers
         that wait for it to add the set.
         """
-        for holder in self.holders():
-            holder.process_set.size()
+        for name, reducer in reducers_of(self._values()).items():
+            chosen = reducer.process_set
+            if chosen.process_set_id is None:
+                raise InvalidArgument(
+                    f"state.{name} reduces over the process set of ranks {chosen.ranks}, which is "
+                    "gone, as all sets are when ranks change; add the same object again, before "
+                    "elastic.run and in a callback: state.register_reset_callbacks([lambda: "
+                    "hvd.add_process_set(pair)])"
+                )
 
     def _forget_gradients(self) -> None:
         """Clear gradients: some are sums already, others are not, and backward adds to them."""
@@ -181,6 +208,10 @@ class TorchState(ObjectState):
     def _plain(self) -> list[str]:
         tensors = torch.nn.Module, torch.optim.Optimizer
         return [name for name in self._names if not isinstance(getattr(self, name), tensors)]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _copied(value: Any, room: Any) -> Any:
