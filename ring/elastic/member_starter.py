@@ -21,8 +21,6 @@ from ringlet.ring.wire.keys import MEMBER
 from ringlet.ring.wire.listener import Listener
 
 LOCAL = "127.0.0.1"
-# Horovod's programs read these when they start, when not all ranks have been counted yet.
-_MAY_CHANGE = [f"HOROVOD_{name}" for name in ("SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
 
 
 class MemberStarter:
@@ -123,9 +121,9 @@ class MemberStarter:
         env |= start.cross_environment(member.host, number, peers)
         if index := member.host.partition("/")[2]:  # of nodes whose hosts have the same name
             env["RINGLET_NODE"] = index
-        for name in (*torchrun.NAMES, *_MAY_CHANGE):
+        for name in torchrun.NAMES:
             env.pop(name, None)  # they would not follow the ranks
-        # As Horovod's programs know them, with HOROVOD_RANK: what held when they were started.
+        # As Horovod's programs know them, with HOROVOD_RANK and so on: what held at their start.
         env |= {
             MEMBER: str(number),
             "HOROVOD_HOSTNAME": member.host,

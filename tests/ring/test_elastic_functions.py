@@ -63,8 +63,6 @@ def trained(what, folder):
                 commit(state)
         return float(model.weight.sum().detach())
 
-    assert os.environ["HOROVOD_LOCAL_RANK"] == os.environ["RINGLET_LOCAL_RANK"]
-    assert "HOROVOD_SIZE" not in os.environ  # which nobody knows yet when a process starts
     return hvd.rank(), hvd.size(), os.environ["HOROVOD_HOSTNAME"], train(state), hvd.size()
 
 
