@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from ringlet.compressors.base.contract import Compressor
-from ringlet.compressors.core.errors import SpecError
+from ringlet.compressors.core.errors import CompressorError, SpecError
 from ringlet.compressors.specs.parser import resolve
 
 Spec = str | Compressor | None
 Routes = Mapping[str, Spec]
+
+_ROUTES = "a mapping goes from patterns of parameters' names to specs, as {'*.bias': 'none', '*': "
+_ROUTES += "'int8 | ef'}; options stand in a spec, as in 'topk(ratio=0.01)'"
 
 
 class Router:
@@ -25,8 +28,8 @@ class Router:
         if isinstance(spec, Mapping):
             bad = [pattern for pattern in spec if not isinstance(pattern, str)]
             if bad:
-                raise SpecError(f"a route's pattern is a string, not {bad[0]!r}")
-            self._routes = [(pattern, resolve(target)) for pattern, target in spec.items()]
+                raise SpecError(f"a route's pattern is a string, not {bad[0]!r}: {_ROUTES}")
+            self._routes = [(pattern, _target(pattern, spec[pattern])) for pattern in spec]
         else:
             self._routes = [("*", resolve(spec))]
 
@@ -57,3 +60,13 @@ class Router:
         if [pattern for pattern, _ in self._routes] == ["*"]:
             return str(self._routes[0][1])
         return ", ".join(f"{pattern}: {compressor}" for pattern, compressor in self._routes)
+
+
+def _target(pattern: str, target: Spec) -> Compressor:
+    if not isinstance(target, str | Compressor | None):
+        raise SpecError(f"the route {pattern!r} leads to {target!r}, which is no spec: {_ROUTES}")
+    try:
+        return resolve(target)
+    except CompressorError as error:
+        error.add_note(f"That is where the route {pattern!r} leads: {_ROUTES}.")
+        raise

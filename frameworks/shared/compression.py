@@ -99,7 +99,9 @@ def _translated(compression: Any) -> Any:
             "use a spec such as 'fp16' or 'int8 | ef', or write a ringlet.compressors.Compressor"
         )
     if isinstance(compression, type):
-        call = f"{cls.__name__}()" if issubclass(cls, RingletCompressor) else "'fp16'"
+        call = (
+            f"{cls.__name__}()" if issubclass(cls, RingletCompressor) else "'fp16', or 'int8 | ef'"
+        )
         raise TypeError(
             f"compression is a spec string or a Compressor instance, not the class "
             f"{cls.__name__}; write {call}"

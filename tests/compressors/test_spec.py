@@ -203,6 +203,18 @@ def test_routes_take_the_first_match():
         Router({"*": "nope"})
 
 
+def test_a_mapping_of_options_is_told_what_a_mapping_is():
+    """As GRACE takes them, say."""
+    with pytest.raises(
+        SpecError, match=r"route .ratio. leads to 0\.01, which is no spec: a mapping"
+    ):
+        Router({"compressor": "topk", "ratio": 0.01})
+    with pytest.raises(UnknownCompressor) as told:
+        Router({"compressor": "topk", "memory": "residual"})
+    (note,) = told.value.__notes__
+    assert note.startswith("That is where the route 'memory' leads: a mapping goes from patterns")
+
+
 PLACE = "ringlet.compressors.testing.tools.simulate"  # a module that registers nothing
 
 
