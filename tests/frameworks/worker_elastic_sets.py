@@ -78,10 +78,10 @@ def train(state):
 
 
 train(state)
-total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum)
 own = None
 if pair.included():
     own = torch.equal(
         hvd.broadcast(model.weight.detach(), pair.ranks[0], process_set=pair), model.weight.detach()
     )
+total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum)  # last: no rank ends before the others
 tell(done=True, equal=own, total=total.item())
