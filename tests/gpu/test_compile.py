@@ -1,5 +1,7 @@
 """Every CUDA source is compiled for the architectures that are promised: no GPU is needed."""
 
+import errno
+import hashlib
 import os
 import re
 import types
@@ -16,6 +18,7 @@ from ringlet.compressors.kernels.cuda.dense import lossless
 from ringlet.compressors.kernels.cuda.lowrank import factors, products
 from ringlet.compressors.kernels.cuda.modifiers import hadamard, state_updates
 from ringlet.compressors.kernels.cuda.quantizers import shared_int
+from ringlet.compressors.kernels.cuda.runtime import compile as compile_module
 from ringlet.compressors.kernels.cuda.runtime.compile import binary
 from ringlet.compressors.kernels.cuda.runtime.source import OPTIONS, Program
 from ringlet.compressors.kernels.cuda.sparsifiers import (
@@ -117,9 +120,9 @@ def open_to_all(path):
     path.chmod(0o666)
 
 
-def test_a_binary_that_others_may_have_made_is_not_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("RINGLET_KERNEL_CACHE", str(tmp_path))
-    compiler = types.SimpleNamespace(
+@pytest.fixture
+def compiler():
+    return types.SimpleNamespace(
         NVRTCError=RuntimeError,
         getSupportedArchs=lambda: (90,),
         getVersion=lambda: (12, 9),
@@ -128,10 +131,51 @@ def test_a_binary_that_others_may_have_made_is_not_run(tmp_path, monkeypatch):
         destroyProgram=lambda *_: None,
         getCUBIN=lambda *_: b"made",
     )
+
+
+def test_a_damaged_binary_is_made_anew(tmp_path, monkeypatch, compiler):
+    monkeypatch.setenv("RINGLET_KERNEL_CACHE", str(tmp_path))
+    assert binary(elementwise.PROGRAM, 90, compiler) == b"made"
+    (kept,) = tmp_path.iterdir()
+    whole = kept.read_bytes()
+    for damaged in (whole[:-1], whole[:-4], whole[:30], b"", whole[:-1] + b"\0", whole + b"\0"):
+        kept.write_bytes(damaged)
+        assert binary(elementwise.PROGRAM, 90, compiler) == b"made"
+        assert kept.read_bytes() == whole
+
+
+def test_where_binaries_cannot_be_kept_it_is_told_once(tmp_path, monkeypatch, compiler, caplog):
+    """On a full disk, in a folder that is a file, without a home; nothing is left behind."""
+    monkeypatch.setattr(compile_module, "_told", set())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for kind in ("a full disk", "a file", "no home"):
+        with monkeypatch.context() as patched:
+            folder = tmp_path / kind
+            patched.setenv("RINGLET_KERNEL_CACHE", "" if kind == "no home" else str(folder))
+            patched.delenv("XDG_CACHE_HOME", raising=False)
+            if kind == "a full disk":
+                patched.setattr(os, "replace", full)
+            elif kind == "a file":
+                folder.write_bytes(b"")
+            else:
+                patched.setattr(os.path, "expanduser", lambda path: path)  # as without a user
+            for _ in range(2):
+                assert binary(elementwise.PROGRAM, 90, compiler) == b"made"
+        assert len(caplog.records) == 1, kind
+        assert "RINGLET_KERNEL_CACHE names another folder" in caplog.text
+        caplog.clear()
+    assert not list((tmp_path / "a full disk").iterdir())
+
+
+def test_a_binary_that_others_may_have_made_is_not_run(tmp_path, monkeypatch, compiler):
+    monkeypatch.setenv("RINGLET_KERNEL_CACHE", str(tmp_path))
     program = elementwise.PROGRAM
     assert binary(program, 90, compiler) == b"made"
     (kept,) = tmp_path.iterdir()
-    head = kept.read_bytes().removesuffix(b"made")
+    head = kept.read_bytes().removesuffix(hashlib.sha256(b"made").digest() + b"made")
     planted = tmp_path / "planted"
     planted.write_bytes(b"planted")
     for plant in (
@@ -143,7 +187,7 @@ def test_a_binary_that_others_may_have_made_is_not_run(tmp_path, monkeypatch):
         plant()
         assert binary(program, 90, compiler) == b"made"
         assert binary(program, 90, compiler) == b"made"
-        kept.write_bytes(head + b"kept")
+        kept.write_bytes(head + hashlib.sha256(b"kept").digest() + b"kept")
         assert binary(program, 90, compiler) == b"kept"
     other = parse("int8").cuda().program("encode")
     assert binary(other, 90, compiler) == b"made"

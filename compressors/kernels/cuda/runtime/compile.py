@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -17,7 +18,11 @@ from ringlet.compressors.core.errors import CompressorError
 from ringlet.compressors.kernels.cuda.runtime.source import OPTIONS, Program
 from ringlet.ring.safe_files import read_own
 
-_MADE_OF = b"ringlet kernel of "  # then a digest of the source, and the binary
+log = logging.getLogger("ringlet")
+
+_MADE_OF = b"ringlet kernel of "  # then a digest of the source, one of the binary, and the binary
+
+_told: set[str] = set()  # why binaries are not kept, which is said once
 
 
 def binary(program: Program, capability: int, nvrtc: Any) -> bytes:
@@ -35,14 +40,18 @@ def binary(program: Program, capability: int, nvrtc: Any) -> bytes:
     source = program.source()
     said = (source, *options, str(nvrtc.getVersion()))
     digest = hashlib.sha256("\0".join(said).encode())
-    place, head = _folder() / digest.hexdigest(), _MADE_OF + digest.digest()
-    with contextlib.suppress(OSError):
-        kept = read_own(place)
-        if kept.startswith(head):  # whoever may rename files there could give it another's name
-            return kept[len(head) :]
+    head = _MADE_OF + digest.digest()
+    with contextlib.suppress(OSError, RuntimeError):
+        kept = read_own(_folder() / digest.hexdigest())
+        made = kept[len(head) + digest.digest_size :]
+        # Whoever may rename files there could give it another's name; and the power may have gone.
+        if kept == head + hashlib.sha256(made).digest() + made:
+            return made
     made = _compiled(source, options, nvrtc, exact)
-    with contextlib.suppress(OSError):  # a cache that cannot be written is done without
-        _keep(place, head + made)
+    try:
+        _keep(_folder() / digest.hexdigest(), head + hashlib.sha256(made).digest() + made)
+    except (OSError, RuntimeError) as error:  # a full disk, say: it works without a file
+        _tell(getattr(error, "strerror", None) or str(error))
     return made
 
 
@@ -60,6 +69,7 @@ def _compiled(source: str, options: tuple[str, ...], nvrtc: Any, exact: bool) ->
 
 
 def _folder() -> Path:
+    """Return where binaries are kept; RuntimeError where nothing says so, not even a home."""
     named = os.environ.get("RINGLET_KERNEL_CACHE")
     if named:
         return Path(named)
@@ -71,6 +81,20 @@ def _keep(place: Path, made: bytes) -> None:
     """Write as a whole or not at all: several ranks may compile at once."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=place.parent)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(made)
-    os.replace(name, place)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(made)
+        os.replace(name, place)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _tell(why: str) -> None:
+    if why not in _told:
+        _told.add(why)
+        log.warning(
+            "compiled CUDA kernels cannot be kept (%s), so that each process compiles them anew; "
+            "RINGLET_KERNEL_CACHE names another folder",
+            why,
+        )
