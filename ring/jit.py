@@ -23,6 +23,7 @@ from ringlet.ring.safe_files import read_own, replacing
 
 log = logging.getLogger("ringlet")
 
+_DIGEST = hashlib.sha256().digest_size
 _told: set[str] = set()  # why kernels are not kept, or not loaded, which is said once
 
 
@@ -51,8 +52,16 @@ class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no typ
             return None
         return data if (stamp, found) == (self._source_stamp, key) else None
 
+    def _dump(self, data: Any) -> bytes:
+        made = dumps(data)
+        return hashlib.sha256(made).digest() + made
+
     def _load_data(self, name: str) -> Any:
-        return pickle.loads(read_own(self._data_path(name)))
+        found = read_own(self._data_path(name))
+        digest, made = found[:_DIGEST], found[_DIGEST:]
+        if hashlib.sha256(made).digest() != digest:
+            raise EOFError("the file is damaged")
+        return pickle.loads(made)
 
     def _open_for_write(self, filepath: str) -> AbstractContextManager[BinaryIO]:
         return replacing(filepath, 0o644)  # not for a group to write, whatever the umask

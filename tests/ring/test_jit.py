@@ -257,8 +257,14 @@ def test_a_kernel_that_takes_another_leaves_no_file_in_each_process(folder):
     assert not folder.files()
 
 
+def with_a_hole(data):
+    """Return ``data`` as where a block was not written: what is in it would be run as it is."""
+    code = data.rindex(b"\x7fELF") + 64
+    return data[:code] + bytes(64) + data[code + 64 :]
+
+
 @pytest.mark.parametrize(
-    "left", [lambda data: b"", lambda data: data[:100], lambda data: b"K" * 99]
+    "left", [lambda data: b"", lambda data: data[:100], lambda data: b"K" * 99, with_a_hole]
 )
 def test_a_file_that_was_cut_short_is_written_again(folder, left):
     """As by a loss of power."""
