@@ -53,7 +53,7 @@ class _FileOfEach(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no typ
         return data if (stamp, found) == (self._source_stamp, key) else None
 
     def _dump(self, data: Any) -> bytes:
-        made = dumps(data)
+        made: bytes = dumps(data)
         return hashlib.sha256(made).digest() + made
 
     def _load_data(self, name: str) -> Any:
