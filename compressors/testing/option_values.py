@@ -22,6 +22,7 @@ from ringlet.compressors.testing.tools.simulate import by_payload, simulate
 _LOOKED_AT = (
     "deterministic", "decoding_is_the_same_everywhere", "replicas_agree", "memory_is_declared",
     "scales_with_its_values", "contraction", "granularity", "noise_is_drawn_anew",
+    "noise_at_its_ends",
     "sums_on_the_wire", "mean_of_equal_gradients", "shares_make_the_mean", "comes_out_as_long",
 )  # fmt: skip
 # What error feedback behind the part makes up for.

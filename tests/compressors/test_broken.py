@@ -52,6 +52,12 @@ CAUGHT = {
         "LeavesSmallOnesOut": "unbiased",
         "NothingFarBelowTheLargest": "granularity",
     },
+    "held": {
+        "ForgetsWhatWaited": "what_waits_is_what_is_sent",
+        "SendsWhatItCompares": "what_waits_is_what_is_sent",
+        "NormWithoutRoom": "noise_at_its_ends",
+        "NormWithoutRoomAtTheEnd": "other_options_keep_promises",
+    },
     "wire": {
         "CountsToTheNearest": "can_be_chained",
         "NarrowIndices": "large_tensors",
@@ -879,6 +885,7 @@ BASES = {
     "Levels",
     "Steps",
     "Later",
+    "Waits",
 }
 CASES = [(module, name) for module, found in CAUGHT.items() for name in found]
 
@@ -952,6 +959,10 @@ def test_error_feedback_hides_no_mistake_of_what_it_stands_behind(name, check):
 @pytest.mark.parametrize("name", plugins("right"))
 def test_a_right_plugin_raises_no_false_alarm(name):
     check_compressor(plugins("right")[name]())
+
+
+def test_a_selection_that_keeps_what_it_does_not_send_raises_no_false_alarm():
+    check_compressor(plugins("held")["Waits"]())
 
 
 def test_error_feedback_makes_up_for_the_length_of_other_options_too():

@@ -47,6 +47,9 @@ _OFF = 0.05  # how far off that may be of values of about 1
 # What is added to float32 sums between 2^21 and 2^22 as 0.75, so that some four million of it come
 # to 0.94 of their sum; what has to come out at least, and what is x but for its length.
 _ROUNDED_OFF, _SMALL, _AS_MUCH, _SAME = 0.8725, 1 << 16, 0.98, 0.999
+_OWN_SHAPES, _TURNS, _FEW = (_SHAPE, (_N,)), 6, 50
+_NAMES = ("residual", "v")  # by which residual_norm() finds what is held back
+_NO_SHARE = 0.02  # so little of something is none of it
 _NOTHING = 0.01  # of its length: what a part of that sum adds that is not in it
 
 
@@ -291,6 +294,69 @@ def _check_each_step(
         )
 
 
+@needs("own_feedback_adds_up")
+def check_what_waits_is_what_is_sent(compressor: Compressor) -> None:
+    """An entry that waits keeps what it would have sent: with less it loses gradients, and where
+    more is sent than waits, gradients count twice.
+
+    Compute p = x + kept once. Send p at the entries that are chosen, keep p at all others, and
+    clear those that were sent: kept[:] = p, then kept[chosen] = 0.
+    """
+    if not compressor.traits().stateful:
+        return
+    for shape in _OWN_SHAPES:  # matrices may have a way of their own
+        state: State = {}
+        seen: list[tuple[Array, Array, State, State]] = []
+        for step in range(_TURNS):
+            x, before = gaussian(_N, step), copy.deepcopy(state)
+            out = simulate(compressor, [x], [state], step, shape=shape)[0]
+            seen.append((x, out, before, copy.deepcopy(state)))
+        units = compressor.traits().gradient_units
+        names = [n for n in units if all(np.shape(s.get(n, ())) == (_N,) for *_, s in seen)]
+        for name in set(_NAMES).intersection(names):
+            _check_waits(seen[1:], names, name)
+
+
+def _check_waits(
+    seen: list[tuple[Array, Array, State, State]], names: list[str], name: str
+) -> None:
+    """Raise AssertionError where entries that wait keep something else than what is sent."""
+    columns = ["x", *(f"ctx.state[{each!r}]" for each in names)]
+    given = [[x, *(before[each] for each in names)] for x, _, before, _ in seen]
+    parts = np.concatenate([np.stack(step, axis=1) for step in given]).astype(np.float64)
+    out = np.concatenate([step[1] for step in seen]).astype(np.float64)
+    new = np.concatenate([step[3][name] for step in seen]).astype(np.float64)
+    sent = out != 0
+    if min(sent.sum(), (~sent).sum()) < _FEW or new[sent].any():
+        return  # it is no selection, or does not clear what it sends
+    waits, comes = _shares(parts[~sent], new[~sent]), _shares(parts[sent], out[sent])
+    if waits is None or comes is None:
+        return  # they are rounded, say
+    own = 1 + names.index(name)
+    assert abs(waits[own]) > _NO_SHARE, (
+        f"an entry of {columns[own]} that is not sent becomes {_told(waits, columns)}: what it "
+        "kept before is lost"
+    )
+    alike = float(waits @ comes) / float(np.linalg.norm(waits) * np.linalg.norm(comes))
+    assert alike > _SAME, (
+        f"an entry that is sent comes out as {_told(comes, columns)}, and {columns[own]} of one "
+        f"that waits becomes {_told(waits, columns)}"
+    )
+
+
+def _shares(parts: Array, made: Array) -> Array | None:
+    """Return by what shares of its columns ``parts`` makes up ``made``; None if it does not."""
+    shares, _, rank, _ = np.linalg.lstsq(parts, made, rcond=1e-4)
+    off = float(np.abs(parts @ shares - made).max())
+    exact = off <= _EXACT * float(np.abs(made).max())
+    return shares if exact and rank == parts.shape[1] and shares.any() else None
+
+
+def _told(shares: Array, columns: list[str]) -> str:
+    told = [f"{s:.2g} * {c}" for s, c in zip(shares, columns, strict=True) if abs(s) > _NO_SHARE]
+    return " + ".join(told)
+
+
 @needs(
     *PURE,
     "feedback_stays_bounded",
@@ -381,4 +447,9 @@ def _length(x: Array) -> float:
     return float(np.linalg.norm(x.astype(np.float64)))
 
 
-CHECKS = (check_own_feedback_adds_up, check_comes_out_as_long, check_many_add_up)
+CHECKS = (
+    check_own_feedback_adds_up,
+    check_what_waits_is_what_is_sent,
+    check_comes_out_as_long,
+    check_many_add_up,
+)

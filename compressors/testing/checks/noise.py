@@ -15,7 +15,7 @@ from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.replaced import replaced
 from ringlet.compressors.testing.tools.simulate import by_payload, context, decode, encode, simulate
 
-_N = 2000
+_N, _BETWEEN = 2000, 600  # values, and from one that is not 0 to the next
 _STEP = 3
 # What two calls differ by that must not draw the same, and what it is called.
 _OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -43,7 +43,8 @@ def check_noise_at_its_ends(compressor: Compressor) -> None:
     Clip after the noise is added: xp.minimum(xp.floor(x / step + noise), 127).astype("int8").
     """
     x = gaussian(_N, 1)
-    if not all(_keeps_signs(compressor, x, step) for step in range(_STEP)):
+    alone = np.sign(x) * (np.arange(_N) % _BETWEEN == 7)  # as long as all of a block together
+    if not all(_keeps_signs(compressor, v, step) for v in (x, alone) for step in range(_STEP)):
         return  # it is not that kind of code
     for end in (np.nextafter(np.float32(1), np.float32(0)), np.float32(0)):
 
@@ -51,7 +52,7 @@ def check_noise_at_its_ends(compressor: Compressor) -> None:
             return np.full(n, at, np.float32)
 
         with replaced(Context, uniform=drawn):
-            assert _keeps_signs(compressor, x, 0), (
+            assert all(_keeps_signs(compressor, v, 0) for v in (x, alone)), (
                 f"where ctx.uniform(n) gives {end!r} some of the largest values come out with the "
                 "other sign: a code wraps round"
             )
