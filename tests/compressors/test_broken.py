@@ -157,6 +157,7 @@ CAUGHT = {
         "TriesInItsOwnTime": "deterministic",
     },
     "edges": {
+        "WrapsBetweenRanges": "every_size_keeps_its_sign",
         "EmptyInput": "every_length",
         "OneElement": "every_length",
         "FewElements": "every_length",
@@ -448,6 +449,7 @@ CAUGHT = {
         "RecordsItsCalls": "leaves_the_program_alone",
         "MakesItsHistoryAnew": "leaves_the_program_alone",
         "WarnsOfZeros": "leaves_the_program_alone",
+        "WarnsOfBlocksOfZeros": "leaves_the_program_alone",
     },
     "launched": {
         "FirstLaunchOnly": "many_tensors_agree",

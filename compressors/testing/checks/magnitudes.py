@@ -23,6 +23,9 @@ _LEAST = 0.05  # of what comes of magnitudes: what comes of the same values with
 _LONG = 200_000
 _GROWN, _FOLLOWS = 64, 0.25
 _FEW = 64
+# Sizes close to each other: of 127.5 to 128 steps, which are rounded to 128, there is one at least.
+_SIZES = np.exp2(np.arange(-16, 16, 1 / 256), dtype=np.float32)
+_PLACES = 8
 _PATIENCE, _FEEDBACK = 400, 100  # steps; in the first of them what was kept before may still come
 
 
@@ -309,11 +312,32 @@ def check_values_may_shrink(compressor: Compressor) -> None:
     )
 
 
+@needs("both_signs_arrive")
+def check_every_size_keeps_its_sign(compressor: Compressor) -> None:
+    """What goes by absolute sizes often has a code of its own for each range of sizes: where the
+    largest of a range is rounded beyond its integer type, its sign turns round.
+
+    Clip what is rounded: xp.minimum(xp.rint(xp.abs(x) / step), 127), and give it its sign then.
+    """
+    traits = compressor.at(0).traits()
+    if traits.scales or traits.stateful:
+        return  # one step for all: other checks look at its largest code
+    for x in (_SIZES, -_SIZES):
+        (out,) = simulate(compressor, [x])
+        for value in x[out * x < 0][:_PLACES]:
+            (alone,) = simulate(compressor, [np.full(_FEW, value)])
+            assert alone.mean() * value >= 0, (
+                f"values of {value:.5g} come out as {alone.mean():.5g}: a code does not fit its "
+                "integer type"
+            )
+
+
 CHECKS = (
     check_extreme_values,
     check_non_finite_stays_visible,
     check_sums_keep_what_is_not_finite,
     check_both_signs_arrive,
+    check_every_size_keeps_its_sign,
     check_one_of_many_stays_finite,
     check_values_may_grow,
     check_values_may_shrink,

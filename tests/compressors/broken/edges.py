@@ -3,7 +3,7 @@
 import numpy as np
 
 from broken.right import CELL, Cells, Largest, Signs, Whole
-from ringlet.compressors import Compressor
+from ringlet.compressors import Compressor, Traits
 from ringlet.ring.jit import jit
 
 
@@ -13,6 +13,26 @@ class EmptyInput(Whole):
     def compress(self, x, ctx):
         x.max()
         return super().compress(x, ctx)
+
+
+class WrapsBetweenRanges(Compressor):
+    """A byte for what is below an eighth, of which the last half step is rounded to 128."""
+
+    def traits(self):
+        return Traits(scales=False)
+
+    def compress(self, x, ctx):
+        small = np.abs(x) < 0.125
+        codes = np.rint(x[small] * 1024).astype("int32").astype("int8")
+        return {"small": np.packbits(small), "codes": codes, "values": x[~small]}
+
+    def chained_part(self):
+        return None
+
+    def decompress(self, payload, out, ctx):
+        small = np.unpackbits(payload["small"], count=out.size).astype(bool)
+        out[small] = payload["codes"] / np.float32(1024)
+        out[~small] = payload["values"]
 
 
 class OneElement(Signs):
