@@ -9,12 +9,12 @@ _TRANSPORT = "RINGLET_TRANSPORT, or ringlet run --mpi or --gloo, says what ranks
 INSTEAD = {
     "HOROVOD_CONTROLLER": _TRANSPORT,
     "HOROVOD_CPU_OPERATIONS": _TRANSPORT,
-    "HOROVOD_HIERARCHICAL_ALLGATHER": ("gathers go straight; --hierarchical-allreduce is for sums"),
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "gathers go straight; --hierarchical-allreduce is for sums",
     "HOROVOD_TORUS_ALLREDUCE": "--hierarchical-allreduce sums over two levels too",
     "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "a score is taken to be right to 5 %",
     "HOROVOD_MPI_THREADS_DISABLE": "an engine thread calls MPI, which has to allow that",
     "HOROVOD_THREAD_AFFINITY": "start the program by numactl or taskset, after --",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": ("--heartbeat-seconds says after which silence a rank is lost"),
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "--heartbeat-seconds says after which silence a rank is lost",
     "HOROVOD_GLOO_IFACE": "--network-interface names the interface",
     "HOROVOD_ENABLE_XLA_OPS": (
         "jit_compile=True cannot contain communication; compile what computes gradients alone"

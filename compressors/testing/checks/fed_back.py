@@ -18,6 +18,7 @@ from ringlet.compressors.testing.tools.named_check import PURE, needs
 from ringlet.compressors.testing.tools.simulate import simulate
 
 _N, _SHAPE = 1500, (30, 50)
+_SHAPES = (_SHAPE, (_N,))  # matrices may have a way of their own
 _STEPS, _EACH = 5, 130
 # Some treat layers in different ways: matrices, and what is called a bias or a norm.
 _TENSORS: tuple[dict[str, Any], ...] = (
@@ -47,10 +48,10 @@ _OFF = 0.05  # how far off that may be of values of about 1
 # What is added to float32 sums between 2^21 and 2^22 as 0.75, so that some four million of it come
 # to 0.94 of their sum; what has to come out at least, and what is x but for its length.
 _ROUNDED_OFF, _SMALL, _AS_MUCH, _SAME = 0.8725, 1 << 16, 0.98, 0.999
-_OWN_SHAPES, _TURNS, _FEW = (_SHAPE, (_N,)), 6, 50
-_NAMES = ("residual", "v")  # by which residual_norm() finds what is held back
-_NO_SHARE = 0.02  # so little of something is none of it
 _NOTHING = 0.01  # of its length: what a part of that sum adds that is not in it
+_NAMES = ("residual", "v")  # by which residual_norm() finds what is held back
+_WAITING, _SOME = 6, 50  # steps; entries that are sent, and that wait, at least
+_NO_SHARE, _LIKEWISE = 0.02, 0.999  # a share that is none; the cosine of shares that are the same
 
 
 @needs(
@@ -68,7 +69,7 @@ def check_own_feedback_adds_up(compressor: Compressor) -> None:
     '| ef'.
     """
     if compressor.traits().stateful:
-        for shape in (_SHAPE, (_N,)):  # matrices may have a way of their own
+        for shape in _SHAPES:
             try:
                 _check_own_feedback(compressor, shape)
             except AssertionError as error:
@@ -304,17 +305,18 @@ def check_what_waits_is_what_is_sent(compressor: Compressor) -> None:
     """
     if not compressor.traits().stateful:
         return
-    for shape in _OWN_SHAPES:  # matrices may have a way of their own
+    for shape in _SHAPES:
         state: State = {}
         seen: list[tuple[Array, Array, State, State]] = []
-        for step in range(_TURNS):
+        for step in range(_WAITING):
             x, before = gaussian(_N, step), copy.deepcopy(state)
             out = simulate(compressor, [x], [state], step, shape=shape)[0]
             seen.append((x, out, before, copy.deepcopy(state)))
         units = compressor.traits().gradient_units
         names = [n for n in units if all(np.shape(s.get(n, ())) == (_N,) for *_, s in seen)]
-        for name in set(_NAMES).intersection(names):
-            _check_waits(seen[1:], names, name)
+        for name in names:
+            if name in _NAMES:
+                _check_waits(seen[1:], names, name)
 
 
 def _check_waits(
@@ -327,7 +329,7 @@ def _check_waits(
     out = np.concatenate([step[1] for step in seen]).astype(np.float64)
     new = np.concatenate([step[3][name] for step in seen]).astype(np.float64)
     sent = out != 0
-    if min(sent.sum(), (~sent).sum()) < _FEW or new[sent].any():
+    if min(sent.sum(), (~sent).sum()) < _SOME or new[sent].any():
         return  # it is no selection, or does not clear what it sends
     waits, comes = _shares(parts[~sent], new[~sent]), _shares(parts[sent], out[sent])
     if waits is None or comes is None:
@@ -338,7 +340,7 @@ def _check_waits(
         "kept before is lost"
     )
     alike = float(waits @ comes) / float(np.linalg.norm(waits) * np.linalg.norm(comes))
-    assert alike > _SAME, (
+    assert alike > _LIKEWISE, (
         f"an entry that is sent comes out as {_told(comes, columns)}, and {columns[own]} of one "
         f"that waits becomes {_told(waits, columns)}"
     )
